@@ -10,13 +10,17 @@
 from __future__ import annotations
 
 import contextlib
+import glob
+import itertools
 import os
 import signal
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from cotrain.arguments import DATASET_FOLDERS
 from cotrain.common.errors import UserError, run_script
 from cotrain.common.flags import ArgumentsError, Flags, flag, parse_arguments, require, require_apart
 from cotrain.data.manifest import Manifest, tokenizer_sha256
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
     from cotrain.data.corpus import Documents
     from cotrain.data.packing import PackingConfig
 
+LANGUAGES = Path(__file__).parent / "cotrain/data/languages.txt"  # those that sentences.py can split, by code
 # A folder is only replaced if it has one of these files.
 DATASET_FILES = ("manifest.json",)
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
@@ -44,7 +49,7 @@ class TokenizationArguments(Flags):
 
     dataset_name: str = flag(
         "Salesforce/wikitext",
-        "Dataset on the Hugging Face Hub, with a column 'text', or a folder with train.txt and validation.txt",
+        "Dataset on the Hugging Face Hub, or a folder with train and validation as .txt, .jsonl, .csv or .parquet",
     )
     dataset_config_name: str | None = flag(
         None, "Configuration of the dataset. Default: wikitext-103-v1 for WikiText, else none"
@@ -56,9 +61,14 @@ class TokenizationArguments(Flags):
     )
     train_file: str | None = flag(
         None,
-        "Text file to use instead of --dataset_name, UTF-8. Documents end at blank lines or, as in "
-        "WikiText, at titles",
+        "File to use instead of --dataset_name: text, .jsonl, .csv or .parquet, also compressed; or 'FOLDER/*.txt'. "
+        "Documents of text end at blank lines or, as in WikiText, at titles",
     )
+    text_column: str = flag("text", "Column of a dataset, or of .jsonl, .csv or .parquet, that has the text")
+    row_is: Literal["document", "line"] | None = flag(
+        None, "What a row of the source is. Default: a line in text files, WikiText and BookCorpus, else a document"
+    )
+    encoding: str | None = flag(None, "Encoding of text files. Default: found, and printed if it is not UTF-8")
     sample: bool = flag(False, "Use the documentation topics included with Python as the text. Nothing is downloaded")
     validation_fraction: float = flag(
         0.05, "Fraction of the documents to hold out for validation if the source has no validation split", below=1
@@ -74,10 +84,14 @@ class TokenizationArguments(Flags):
         DEFAULT_OBJECTIVE,
         "Training objective of the data: " + ", ".join(f"{x.name} ({x.description})" for x in OBJECTIVES.values()),
     )
-    language: str = flag("en", "Language of the text, as an ISO 639-1 code; it determines where sentences end")
+    allow_lost_text: bool = flag(False, "Allow a tokenizer that loses more than a hundredth of the text")
+    language: str = flag("en", "Language of the text, as an ISO 639 code; it determines where sentences end")
     max_seq_length: int = flag(512, "Maximum number of tokens per sample, including special tokens", at_least=8)
-    output_path: str = flag(
-        "data/albert_tokenized_wikitext", "Folder for the tokenized dataset", aliases=["--dataset_path"]
+    output_path: str | None = flag(
+        None,
+        "Folder for the tokenized dataset. Default: data/tokenized; for WikiText and ALBERT "
+        "data/albert_tokenized_wikitext",
+        aliases=["--dataset_path"],
     )
     tokenizer_path: str = flag("data/tokenizer", "Folder for the tokenizer")
     cache_dir: str | None = flag("data/cache", "Folder for downloads and intermediate files")
@@ -93,16 +107,27 @@ class TokenizationArguments(Flags):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.train_file is not None and Path(self.train_file).is_dir():
+            self.dataset_name, self.train_file = self.train_file, None
+        is_wikitext = self.dataset_name.endswith("wikitext") and not (self.sample or self.train_file)
+        if self.output_path is None:
+            self.output_path = DATASET_FOLDERS[is_wikitext and self.objective == DEFAULT_OBJECTIVE]
         require_apart("output_path", self.output_path, "tokenizer_path", self.tokenizer_path)
         require(not (self.sample and self.train_file), "pass either --sample or --train_file, not both")
-        is_file = self.train_file is None or Path(self.train_file).is_file()
+        is_file = self.train_file is None or Path(self.train_file).exists()
+        is_file = is_file or any(map(os.path.isfile, glob.glob(self.train_file, recursive=True)))
         require(is_file, f"--train_file: there is no file '{self.train_file}'")
+        names = dict(line.split(" ", 1) for line in LANGUAGES.read_text(encoding="utf-8").splitlines())
+        near = get_close_matches(self.language.title(), names.values()) or ["English", "Thai"]
+        known = ", ".join(f"{code} ({name})" for code, name in names.items() if name in near)
+        require(self.language in names, f"--language '{self.language}' is not known: pass an ISO 639 code: {known}, …")
         if self.archive is not None and not self.archive.endswith((".tar.gz", ".tgz")):
             raise ArgumentsError(f"--archive {self.archive}: it is compressed; pass a name that ends in .tar.gz")
         if self.dataset_config_name is None and self.dataset_name.endswith("wikitext"):
             self.dataset_config_name = "wikitext-103-v1"
-        if self.dataset_revision is None and self.dataset_name in ("bookcorpus", "bookcorpus/bookcorpus"):
-            self.dataset_revision = "refs/convert/parquet"
+        if self.dataset_name in ("bookcorpus", "bookcorpus/bookcorpus"):
+            self.dataset_revision = self.dataset_revision or "refs/convert/parquet"
+            self.row_is = self.row_is or "line"
 
 
 def main() -> None:
@@ -127,10 +152,12 @@ def main() -> None:
 def prepare(args: TokenizationArguments) -> Manifest:
     """Make dataset, tokenizer and manifest."""
     from cotrain.common.atomic_files import check_target, new_folder, temporary_folder
-    from cotrain.data.corpus import open_file, open_hub_dataset, open_sample, read_corpus
+    from cotrain.data.corpus import read_corpus
     from cotrain.data.loading import check_samples
+    from cotrain.data.losses import check_losses
     from cotrain.data.packing import PackingConfig
     from cotrain.data.preparation import open_encoder, open_workers, save_dataset, tokenize_split
+    from cotrain.data.sources import open_dataset, open_files, open_sample
 
     # Fail early: check outputs first, then inputs.
     if args.archive is not None:
@@ -144,17 +171,21 @@ def prepare(args: TokenizationArguments) -> Manifest:
         if args.sample:
             source = open_sample()
         elif args.train_file is not None:
-            source = open_file(args.train_file)
+            source = open_files(args.train_file, work, args.text_column, args.encoding)
         else:
             names = args.dataset_name, args.dataset_config_name, args.dataset_revision
-            source = open_hub_dataset(*names, args.cache_dir)
+            source = open_dataset(*names, args.cache_dir, args.text_column, args.encoding)
+        if args.row_is is not None:
+            source = replace(source, has_lines=args.row_is == "line")
         corpus = read_corpus(source, work, args.validation_fraction, args.seed)
         # Entered after the dataset's folder, so complete before it: a dataset never lacks its tokenizer.
-        tokenizer, tokenizer_folder = build_tokenizer(args, corpus["train"], stack)
+        tokenizer, tokenizer_folder = build_tokenizer(args, corpus, stack)
 
         config = PackingConfig(args.objective, args.max_seq_length, args.seed, args.language)
         arrow_files = {split: work / f"{split}_samples.arrow" for split in SPLITS}
-        open_encoder(str(tokenizer_folder))  # the workers inherit it
+        encoder = open_encoder(str(tokenizer_folder))  # the workers inherit it
+        flag = "--train_tokenizer" if args.train_tokenizer else "--tokenizer"
+        check_losses(encoder, corpus, args.seed, flag, args.allow_lost_text)
         with open_workers(args.num_proc) as map_tasks:
             splits = {
                 split: asdict(tokenize_split(split, corpus[split], tokenizer_folder, config, map_tasks, path))
@@ -170,7 +201,7 @@ def prepare(args: TokenizationArguments) -> Manifest:
 
 
 def build_tokenizer(
-    args: TokenizationArguments, documents: Documents, stack: contextlib.ExitStack
+    args: TokenizationArguments, corpus: dict[str, Documents], stack: contextlib.ExitStack
 ) -> tuple[PreTrainedTokenizerBase, Path]:
     """Train or load the tokenizer, and save it unless it is loaded from --tokenizer_path.
 
@@ -186,8 +217,9 @@ def build_tokenizer(
     if args.train_tokenizer:
         from cotrain.data.tokenizer_training import TRAINING_CHARS, train_tokenizer
 
-        sample = documents.sample(TRAINING_CHARS, args.seed)
-        sample = tqdm(sample, desc="Training a tokenizer", unit=" documents", delay=1)
+        # Of all splits: without the characters of the validation text, these would be unknown in small texts.
+        samples = (documents.sample(TRAINING_CHARS, args.seed) for documents in corpus.values())
+        sample = tqdm(itertools.chain.from_iterable(samples), desc="Training a tokenizer", unit=" documents", delay=1)
         tokenizer = train_tokenizer(sample, args.objective, args.vocab_size, args.max_seq_length)
     else:
         remedy = "pass another tokenizer, go online, or pass --train_tokenizer to train one"

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import psutil
 
 from benchmarks.process_usage import measure_cpu, measure_memory
-from cotrain.data.corpus import open_sample
+from cotrain.data.sources import open_sample
 from tests.support.peers import LOCAL, ROOT, Script, Scripts, prepare_data
 
 VOCAB_SIZE = 3000  # more than the sample text has cannot be trained
@@ -119,7 +119,7 @@ def run(command: list[object]) -> tuple[float, float]:
 
 def compare(args: argparse.Namespace, folder: Path) -> None:
     """Print seconds and memory of the two programs for each size of the text."""
-    source = args.text.read_text(encoding="utf-8") if args.text else "\n".join(open_sample().rows["train"]())
+    source = args.text.read_text(encoding="utf-8") if args.text else "\n".join(open_sample().parts["train"][0]())
     text, tokenizer = folder / "text.txt", folder / "tokenizer"
     text.write_text(source, encoding="utf-8")
     paths = ("--tokenizer_path", tokenizer, "--output_path", folder / "dataset", "--cache_dir", folder / "cache")

@@ -1,19 +1,18 @@
-"""Text corpus: reads the source that the flags name into documents in an Arrow file."""
+"""Text corpus: groups the rows of a source into documents in an Arrow file."""
 
 import itertools
-import platform
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 from tqdm.auto import tqdm
 
-from cotrain.common.errors import UserError, first_line
-from cotrain.models.objectives import SPLITS
+from cotrain.common.errors import UserError
 
 # Maximum sizes, so that a file with a single long line needs no more memory or time than any other. The time of
 # sentencex is quadratic in the length of a line: 5 ms for 20,000 characters, 12 s for 1,000,000. The longest articles
@@ -21,16 +20,27 @@ from cotrain.models.objectives import SPLITS
 # 1 in 200.
 MAX_LINE_CHARS = 20_000
 MAX_DOCUMENT_CHARS = 250_000
-READ_CHARS = 1_000_000  # read from a text file at a time
 WRITE_CHARS = 10_000_000  # per record batch; Arrow's limit is 2 GiB of strings per batch
+
+# How rows become documents. The same for all splits of a source, and printed.
+LAYOUTS = {
+    "titles": "one from each title to the next, as in WikiText",
+    "blank lines": "which end at blank lines and at the end of a file",
+    "rows": "one in each row",
+}
 
 
 @dataclass(frozen=True)
 class Source:
-    """Text source that is not read yet. `rows`: for each split, a function that yields rows for `split_documents`."""
+    """Text source that is not read yet.
+
+    :param parts: for each split, functions that yield rows, None for an empty cell. No document spans two parts
+    :param has_lines: whether a row is a line, not a document
+    """
 
     name: str
-    rows: dict[str, Callable[[], Iterable[str]]]
+    parts: dict[str, list[Callable[[], Iterable[str | None]]]]
+    has_lines: bool
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,10 @@ class Documents:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @property
+    def num_chars(self) -> int:
+        return int(self.lengths.sum())
 
     def select(self, numbers: np.ndarray | list[int] | slice) -> "Documents":
         return Documents(self.path, self.rows[numbers], self.lengths[numbers])
@@ -70,17 +84,19 @@ def _open(path: str) -> pa.ChunkedArray:
     return pa.ipc.open_stream(pa.memory_map(path)).read_all()["text"]
 
 
-def write_documents(rows: Iterable[str], path: Path, desc: str) -> Documents:
-    """Group rows of text into documents and write the documents to an Arrow file."""
+def write_documents(source: Source, split: str, layout: str, path: Path) -> Documents:
+    """Group the rows of a split into documents, write these to an Arrow file, and print the counts."""
     lengths: list[int] = []
+    skipped: Counter[str] = Counter()
     schema = pa.schema({"text": pa.string()})
     with (
         pa.OSFile(str(path), "wb") as file,
         pa.ipc.new_stream(file, schema) as writer,
-        tqdm(desc=desc, unit=" chars", unit_scale=True, delay=1) as progress,  # seconds; no bar for a small file
+        tqdm(desc=f"Reading {split} text", unit=" chars", unit_scale=True, delay=1) as progress,  # seconds
     ):
         batch, size = [], 0
-        for document in split_documents(rows):
+        parts = (split_documents(_fill_rows(part(), skipped), layout) for part in source.parts[split])
+        for document in itertools.chain.from_iterable(parts):
             batch.append(document)
             lengths.append(len(document))
             size += len(document)
@@ -89,7 +105,18 @@ def write_documents(rows: Iterable[str], path: Path, desc: str) -> Documents:
                 writer.write_table(pa.table({"text": batch}, schema=schema))
                 batch, size = [], 0
         writer.write_table(pa.table({"text": batch}, schema=schema))
+    what = f"{source.name}: {len(lengths):,} documents of {split} text, {LAYOUTS[layout]}"
+    kinds = ("null", "blank") if layout == "rows" else ("null",)
+    print("; ".join([what, *(f"{skipped[kind]:,} {kind} rows skipped" for kind in kinds if skipped[kind])]))
     return Documents(str(path), np.arange(len(lengths)), np.array(lengths, dtype=np.int64))
+
+
+def _fill_rows(rows: Iterable[str | None], skipped: Counter[str]) -> Iterator[str]:
+    """Replace null by blank, and count both."""
+    for row in rows:
+        if row is None or not row.strip():
+            skipped["null" if row is None else "blank"] += 1
+        yield row or ""
 
 
 def read_corpus(source: Source, folder: Path, validation_fraction: float, seed: int) -> dict[str, Documents]:
@@ -97,31 +124,18 @@ def read_corpus(source: Source, folder: Path, validation_fraction: float, seed: 
 
     :param validation_fraction: fraction of the documents that is held out if the source has no validation text
     """
-    corpus = {}
-    for split, rows in source.rows.items():
-        corpus[split] = write_documents(rows(), folder / f"{split}.arrow", desc=f"Reading {split} text")
-        if not len(corpus[split]):
+    layout = find_layout(itertools.chain.from_iterable(part() for part in source.parts["train"]), source.has_lines)
+    corpus = {split: write_documents(source, split, layout, folder / f"{split}.arrow") for split in source.parts}
+    for split, documents in corpus.items():
+        if not len(documents):
             raise UserError(f"{source.name}: the split '{split}' has no text; pass a file that is not empty")
     if "validation" not in corpus:
         if len(corpus["train"]) < 2:
-            raise UserError(
-                f"{source.name} is a single document, so none can be held out for validation: "
-                "separate its documents by blank lines"
-            )
+            remedy = "separate its documents by blank lines" if source.has_lines else "pass a text of several rows"
+            raise UserError(f"{source.name} is a single document, so none can be held out for validation: {remedy}")
         train, validation = hold_out(len(corpus["train"]), validation_fraction, seed)
         corpus = {"train": corpus["train"].select(train), "validation": corpus["train"].select(validation)}
     return corpus
-
-
-def open_sample() -> Source:
-    """The text that every Python carries."""
-    return Source(f"the documentation topics of Python {platform.python_version()}", {"train": _sample_rows})
-
-
-def open_file(path: str) -> Source:
-    """A text file of the user."""
-    # The folder of a file may be private: the name goes into the manifest, which is published.
-    return Source(Path(path).name, {"train": partial(read_text_file, path)})
 
 
 # --- rows -> documents -----------------------------------------------------------------------------------------------
@@ -137,50 +151,62 @@ def _is_title(previous: str, row: str, following: str) -> bool:
     return row.startswith("= ") and not previous and not following and _TITLE.fullmatch(row) is not None
 
 
+def find_layout(rows: Iterable[str | None], has_lines: bool) -> str:
+    """Return the key of LAYOUTS for a source: "titles" if its text begins with a title of WikiText.
+
+    :param has_lines: whether a row of another source than WikiText is a line, not a document
+    """
+    stripped = ((row or "").strip() for row in rows)
+    first = next(filter(None, stripped), "")
+    if _is_title("", first, next(stripped, "")):
+        return "titles"
+    return "blank lines" if has_lines else "rows"
+
+
 def _cut_row(row: str) -> Iterator[str]:
-    """Yield the stripped lines of a row, in pieces of at most MAX_LINE_CHARS characters, cut at spaces if possible."""
+    """Yield the lines of a row without white space at their ends, in pieces of at most MAX_LINE_CHARS characters.
+
+    Lines are cut at spaces if possible. White space at the start of a line is the indentation of code.
+    """
     for line in row.split("\n"):
         while len(line) > MAX_LINE_CHARS:
             cut = line.rfind(" ", 1, MAX_LINE_CHARS) + 1 or MAX_LINE_CHARS
-            yield line[:cut].strip()
+            yield line[:cut].rstrip()
             line = line[cut:]
-        yield line.strip()
+        yield line.rstrip()
 
 
-def _mark_ends(rows: Iterable[str]) -> Iterator[str | None]:
-    """Yield the non-blank lines of the rows, and None where a document ends."""
-    previous, rows, following = itertools.tee((row.strip() for row in rows), 3)
+def _mark_ends(rows: Iterable[str], layout: str) -> Iterator[str | None]:
+    """Yield the lines of the rows, and None where a document ends."""
+    if layout == "rows":
+        for row in rows:
+            yield from _cut_row(row)
+            yield None
+        return
+    clean = str.strip if layout == "titles" else str.rstrip
+    previous, rows, following = itertools.tee(map(clean, rows), 3)
     next(following, None)
-    is_wikitext = None  # not known before the first line
     neighbours = itertools.chain([""], previous), rows, itertools.chain(following, [""])
     for before, row, after in zip(*neighbours, strict=False):
-        is_title = _is_title(before, row, after)
-        if is_wikitext is None and row:
-            is_wikitext = is_title
-        is_document = "\n" in row
-        if is_document or (is_title if is_wikitext else not row):
+        if _is_title(before, row, after) if layout == "titles" else not row:
             yield None
         yield from filter(None, _cut_row(row))
-        if is_document:
-            yield None
     yield None
 
 
-def split_documents(rows: Iterable[str]) -> Iterator[str]:
+def split_documents(rows: Iterable[str], layout: str = "blank lines") -> Iterator[str]:
     """Group rows of text into documents.
 
-    A row is a line, or a whole document of several lines. Lines are grouped into documents
-    - by article, if the first line is a title of WikiText (" = Title = " between blank lines),
-    - otherwise up to the next blank line,
-    - in any case up to MAX_DOCUMENT_CHARS: BookCorpus has one sentence per row and no separators between books.
-
-    :returns: non-empty documents: stripped non-blank lines joined by newlines
+    :param layout: a key of LAYOUTS. In any case a document has at most MAX_DOCUMENT_CHARS: BookCorpus has one sentence
+        per row and no separators between books
+    :returns: documents that are not blank: lines joined by newlines
     """
     lines: list[str] = []
     size = 0
-    for line in _mark_ends(rows):
+    for line in _mark_ends(rows, layout):
         if lines and (line is None or size + len(line) > MAX_DOCUMENT_CHARS):
-            yield "\n".join(lines)
+            if document := "\n".join(lines).strip("\n"):
+                yield document
             lines, size = [], 0
         if line is not None:
             lines.append(line)
@@ -196,68 +222,3 @@ def hold_out(num_documents: int, fraction: float, seed: int) -> tuple[np.ndarray
     generator = np.random.default_rng([seed, num_documents])
     held_out = np.sort(generator.choice(num_documents, size=num_held_out, replace=False))
     return np.setdiff1d(np.arange(num_documents), held_out), held_out
-
-
-# --- embedded text ---------------------------------------------------------------------------------------------------
-
-_UNDERLINE = re.compile(r"([^\w\s])\1{2,}")  # rows of one repeated character: underlines of reStructuredText
-
-
-def _sample_rows() -> Iterator[str]:
-    """Yield the topics of Python's help(): one row per paragraph, and a blank row after each topic."""
-    from pydoc_data.topics import topics
-
-    for _, topic in sorted(topics.items()):
-        lines = ["" if _UNDERLINE.fullmatch(line.strip()) else line.strip() for line in topic.split("\n")]
-        for has_text, paragraph in itertools.groupby(lines, key=bool):
-            if has_text:
-                yield " ".join(paragraph)
-        yield ""
-
-
-# --- text files ------------------------------------------------------------------------------------------------------
-
-
-def read_text_file(path: str) -> Iterator[str]:
-    """Yield the lines of a UTF-8 file. A line of more than READ_CHARS characters is split."""
-    number = 0
-    # utf-8-sig: UTF-8, with or without the byte order mark that Windows programs write
-    with open(path, encoding="utf-8-sig") as file:
-        try:
-            for number, line in enumerate(iter(partial(file.readline, READ_CHARS), ""), start=1):
-                if "\0" in line:
-                    raise UserError(f"'{path}' is not text: line {number} has a zero byte; pass a text file")
-                yield line
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"'{path}' is not UTF-8 text (byte 0x{error.object[error.start]:02x} near line {number + 1}); "
-                "convert it, for example with `iconv -f latin1 -t utf-8`"
-            ) from None
-
-
-# --- the Hugging Face Hub --------------------------------------------------------------------------------------------
-
-
-def open_hub_dataset(name: str, config_name: str | None, revision: str | None, cache_dir: str | None) -> Source:
-    """Open a dataset on the Hugging Face Hub, or one in a folder."""
-    import datasets
-
-    full_name = " ".join(filter(None, [name, config_name]))
-    try:
-        dataset = datasets.load_dataset(name, config_name, revision=revision, cache_dir=cache_dir)
-    except (ConnectionError, ValueError, RuntimeError, datasets.exceptions.DatasetNotFoundError) as error:
-        remedy = "go online, check the name and the configuration, or pass --train_file or --sample"
-        if "scripts are no longer supported" in str(error):
-            remedy = "pass --dataset_revision refs/convert/parquet, the Hub's copy of it, or another dataset"
-        raise UserError(f"--dataset_name: '{full_name}' cannot be loaded: {first_line(error)}; {remedy}") from error
-    if "train" not in dataset or "text" not in dataset["train"].column_names:
-        columns = {split: part.column_names for split, part in dataset.items()}
-        raise UserError(f"--dataset_name: '{full_name}' has no split 'train' with a column 'text', but {columns}")
-    public_name = Path(name).name if Path(name).is_dir() else full_name  # as for a file
-    return Source(public_name, {split: partial(_hub_rows, dataset[split]) for split in SPLITS if split in dataset})
-
-
-def _hub_rows(dataset) -> Iterator[str]:
-    for batch in dataset.select_columns("text").iter(batch_size=1000):
-        for row in batch["text"]:
-            yield row or ""

@@ -27,7 +27,6 @@ def tokenize_split(
     split: str, documents: Documents, tokenizer_folder: Path, config: PackingConfig, map_tasks: Callable, path: Path
 ) -> PackingStats:
     """Tokenize and pack the documents of a split into an Arrow file."""
-    num_chars = int(documents.lengths.sum())
     tasks = [(start, documents.select(slice(start, stop))) for start, stop in group_documents(documents.lengths)]
     results = map_tasks(partial(tokenize_group, split, str(tokenizer_folder), config), tasks)
     import datasets  # noqa: F401  takes a second, during which the workers start
@@ -36,12 +35,12 @@ def tokenize_split(
     with (
         pa.OSFile(str(path), "wb") as file,
         pa.ipc.new_stream(file, SCHEMAS[config.objective]) as writer,
-        tqdm(desc=f"Tokenizing {split}", total=num_chars, unit=" chars", unit_scale=True) as progress,
+        tqdm(desc=f"Tokenizing {split}", total=documents.num_chars, unit=" chars", unit_scale=True) as progress,
     ):
         for (_, group), (samples, group_stats) in zip(tasks, results, strict=True):
             writer.write_table(samples)
             stats += group_stats
-            progress.update(int(group.lengths.sum()))
+            progress.update(group.num_chars)
     if not stats.instances:
         raise UserError(
             f"the {split} text ({stats.documents} documents) is too short for one sample; pass a longer text"

@@ -7,8 +7,9 @@ from tokenizers import trainers
 from transformers import BertTokenizer, PreTrainedTokenizerFast
 
 from cotrain.data import encoding
-from cotrain.data.corpus import open_sample, split_documents
+from cotrain.data.corpus import split_documents
 from cotrain.data.encoding import TextEncoder
+from cotrain.data.sources import open_sample
 from cotrain.data.tokenizer_training import train_tokenizer
 
 # Pieces that break encoders: white space of all kinds, special tokens, accents with and without a letter, characters
@@ -25,7 +26,7 @@ TEXTS = st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=5)), max_si
 
 @pytest.fixture(scope="module")
 def documents() -> list[str]:
-    return list(split_documents(open_sample().rows["train"]()))
+    return list(split_documents(open_sample().parts["train"][0]()))
 
 
 @pytest.fixture(scope="module", params=["mlm_sop", "mlm, wordpiece", "mlm", "clm"])

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cotrain.data import corpus
-from cotrain.data.corpus import hold_out, open_sample, split_documents
+from cotrain.data.corpus import find_layout, hold_out, split_documents
 from cotrain.data.encoding import TextEncoder
 from cotrain.data.packing import (
     SCHEMAS,
@@ -22,6 +22,7 @@ from cotrain.data.packing import (
     pack_pairs,
     split_sentences,
 )
+from cotrain.data.sources import open_sample
 from cotrain.data.tokenizer_training import train_tokenizer
 
 CLS, SEP = 2, 3
@@ -48,7 +49,7 @@ WIKITEXT = """
 
 @pytest.fixture(scope="module")
 def documents() -> list[str]:
-    return list(split_documents(open_sample().rows["train"]()))
+    return list(split_documents(open_sample().parts["train"][0]()))
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +74,8 @@ def segments(sample) -> tuple[list[int], list[int]]:
 
 
 def test_articles_begin_at_titles_but_not_at_sections_or_formulas():
-    articles = list(split_documents(WIKITEXT.split("\n")))
+    rows = WIKITEXT.split("\n")
+    articles = list(split_documents(rows, find_layout(rows, has_lines=False)))
     assert [article.split("\n")[0] for article in articles] == ["= Valkyria =", "= Constant k filter ="]
     assert "\n".join(articles).split("\n") == [line.strip() for line in WIKITEXT.split("\n") if line.strip()]
 
@@ -82,13 +84,20 @@ def test_articles_begin_at_titles_but_not_at_sections_or_formulas():
     ("rows", "documents"),
     [
         (["", "One.", "Two.", " ", "", "= Three =", "", "Four."], ["One.\nTwo.", "= Three =", "Four."]),
-        (["One.", "Two.\n\nThree.\n", "Four."], ["One.", "Two.\nThree.", "Four."]),  # a row of several lines is one
         ([], []),
         (["", " \t", "\n"], []),
     ],
 )
 def test_documents_end_at_blank_lines(rows, documents):
     assert list(split_documents(rows)) == documents
+
+
+@pytest.mark.parametrize(
+    "rows", [["A tweet.", "Another review."], ["One.", "def f():\n    if x:\n\n        y()", "Four."], ["= A =", "b"]]
+)
+def test_a_row_of_a_dataset_is_a_document(rows):
+    assert find_layout(rows, has_lines=False) == "rows"
+    assert list(split_documents(["", *rows, " "], "rows")) == rows
 
 
 @pytest.mark.parametrize("space", [" ", ""])

@@ -28,6 +28,7 @@ from cotrain.data.corpus import split_documents
 from cotrain.data.loading import load_datasets
 from cotrain.data.manifest import FORMAT_VERSION, Manifest, tokenizer_sha256
 from cotrain.data.packing import SCHEMAS, group_documents
+from cotrain.data.sources import open_sample
 from cotrain.data.tokenizer_training import train_tokenizer
 from cotrain.models.model import max_tokens
 from cotrain.models.objectives import OBJECTIVES
@@ -128,7 +129,8 @@ def test_a_hub_dataset_without_blank_rows(tmp_path, monkeypatch):
     path.parent.mkdir(parents=True)
     datasets.Dataset.from_dict({"text": rows}).to_parquet(path)
     monkeypatch.setattr(corpus, "MAX_DOCUMENT_CHARS", 5000)
-    manifest = tokenize_wikitext103.prepare(arguments(tmp_path, dataset_name=str(tmp_path / "books"), vocab_size=60))
+    flags = {"dataset_name": str(tmp_path / "books"), "row_is": "line", "vocab_size": 60}  # a default of BookCorpus
+    manifest = tokenize_wikitext103.prepare(arguments(tmp_path, **flags))
     assert sum(split["documents"] for split in manifest.splits.values()) == 8
     assert sum(split["sentences"] for split in manifest.splits.values()) == 1400
 
@@ -155,7 +157,7 @@ def test_a_validation_file_is_used_whole(tmp_path, small_text):
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_the_same_text_gives_the_same_tokenizer(objective):
-    documents = list(split_documents(corpus.open_sample().rows["train"]()))[:30]
+    documents = list(split_documents(open_sample().parts["train"][0]()))[:30]
     sha256 = {tokenizer_sha256(train_tokenizer(iter(documents), objective, 1000, 64)) for _ in range(3)}
     assert len(sha256) == 1
 
@@ -173,7 +175,7 @@ def test_signal_in_the_middle_of_training_a_tokenizer_is_no_error_of_the_text(ob
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("size", [100_000, 8])
 def test_impossible_vocabulary_size_names_a_possible_one(objective, size):
-    documents = list(split_documents(corpus.open_sample().rows["train"]()))[:10]
+    documents = list(split_documents(open_sample().parts["train"][0]()))[:10]
     with pytest.raises(UserError, match=f"--vocab_size {size}") as error:
         train_tokenizer(documents, objective, size, 64)
     possible = int(re.search(r"(?:pass|<=|vs) (\d+)", str(error.value))[1])
@@ -217,6 +219,35 @@ def test_training_data_follows_the_flags(prepared):
 def test_sequence_has_as_many_tokens_as_the_model_has_positions(config):
     """RoBERTa's positions begin after that of the padding, which is 1."""
     assert max_tokens(config) == 64
+
+
+def test_datasets_opens_the_folder_and_its_cache_files_do_no_harm(prepared, tmp_path):
+    shutil.copytree(prepared / "dataset", tmp_path / "dataset")
+    dataset = datasets.load_from_disk(str(tmp_path / "dataset"))
+    loaded = load_datasets(tmp_path / "dataset")
+    for split in ("train", "validation"):
+        assert dataset[split].features.arrow_schema.remove_metadata() == SCHEMAS["mlm_sop"]
+        assert dataset[split][:] == loaded[split][:]
+    dataset["train"].shuffle(seed=1)
+    datasets.Dataset.from_file(str(tmp_path / "dataset" / "train" / "data.arrow")).map(lambda sample: {"new": 1})
+    assert len(list((tmp_path / "dataset").rglob("*.arrow"))) > 2
+    assert load_datasets(tmp_path / "dataset")["train"][:] == loaded["train"][:]
+
+
+def test_the_folder_is_named_after_what_it_has(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    wikitext, neutral = "data/albert_tokenized_wikitext", "data/tokenized"
+    assert TokenizationArguments().output_path == wikitext
+    for flags in ({"objective": "clm"}, {"sample": True}, {"dataset_name": "bookcorpus"}, {"train_file": __file__}):
+        assert TokenizationArguments(**flags).output_path == neutral
+    assert TokenizationArguments(output_path="x").output_path == "x"
+    # Trainers find the data that was prepared last, also that of older versions.
+    assert DatasetArguments().dataset_path == neutral
+    for number, folder in enumerate([wikitext, neutral, wikitext]):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        Path(folder, "manifest.json").touch()
+        os.utime(Path(folder, "manifest.json"), (number + 1, number + 1))
+        assert DatasetArguments().dataset_path == folder
 
 
 def test_the_digest_of_a_tokenizer_has_its_ids():
@@ -381,8 +412,7 @@ def test_the_whole_script(tmp_path, small_text):
     ("content", "output", "message"),
     [
         (b"", "dataset", "has no text"),
-        (b"PK\x03\x04\0\0", "dataset", "is not text: line 1 has a zero byte"),
-        (b"fine\ncaf\xe9 au lait\n", "dataset", "is not UTF-8 text .byte 0xe9 near line"),
+        (b"PK\x03\x04\0\0", "dataset", "'text.txt' is not text"),
         (b"just one line", "dataset", "is a single document"),
         (b"one\n\ntwo\n", "text.txt/dataset", "is not a folder"),
     ],

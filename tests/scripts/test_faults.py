@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoModelForPreTraining
 
 from cotrain.common.errors import TEMPORARY
-from cotrain.data.corpus import open_sample
+from cotrain.data.sources import open_sample
 from cotrain.training.checkpoints import STATE_FILE, list_checkpoints, load_training_state
 from tests.support.altered import IN_THE_MIDDLE
 from tests.support.peers import LONG_STEPS, steps_of, wait_until
@@ -123,9 +123,7 @@ def test_signal_in_the_middle_of_saving(scripts):
 
 def test_ctrl_c_ends_the_tokenize_script_and_leaves_nothing_half_done(scripts):
     text = scripts.folder / "text.txt"
-    text.write_text(
-        "\n".join(open_sample().rows["train"]()) * 20, encoding="utf-8"
-    )  # so much that it is not done before the signal
+    text.write_text("\n".join(open_sample().parts["train"][0]()) * 20)  # so much that it is not done before the signal
     script = scripts.start(
         "tokenize_wikitext103.py", "--train_file", text, "--train_tokenizer", "--vocab_size", 500, "--max_seq_length",
         32, "--output_path", scripts.folder / "dataset", "--tokenizer_path", scripts.folder / "tokenizer",

@@ -1,0 +1,154 @@
+"""Sources of text: the sample, files, folders, and datasets on the Hugging Face Hub."""
+
+import glob
+import itertools
+import platform
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from cotrain.common.errors import UserError, first_line
+from cotrain.data.corpus import Source
+from cotrain.data.encodings import explain, find_encoding, read_lines
+from cotrain.models.objectives import SPLITS
+
+# The builders of `datasets` by file name, without .gz and the like; other files are text.
+_BUILDERS = {
+    ".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet",
+}  # fmt: skip
+_COMPRESSED = (".bz2", ".gz", ".xz", ".zip", ".zst")
+
+
+# --- embedded text ---------------------------------------------------------------------------------------------------
+
+_UNDERLINE = re.compile(r"([^\w\s])\1{2,}")  # rows of one repeated character: underlines of reStructuredText
+
+
+def open_sample() -> Source:
+    """The text that every Python carries."""
+    name = f"the documentation topics of Python {platform.python_version()}"
+    return Source(name, {"train": [_sample_rows]}, has_lines=True)
+
+
+def _sample_rows() -> Iterator[str]:
+    """Yield the topics of Python's help(): one row per paragraph, and a blank row after each topic."""
+    from pydoc_data.topics import topics
+
+    for _, topic in sorted(topics.items()):
+        lines = ["" if _UNDERLINE.fullmatch(line.strip()) else line.strip() for line in topic.split("\n")]
+        for has_text, paragraph in itertools.groupby(lines, key=bool):
+            if has_text:
+                yield " ".join(paragraph)
+        yield ""
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def open_files(pattern: str, work: Path, column: str, encoding: str | None) -> Source:
+    """Open the files that a path or a wildcard names; `column` and `encoding` as for `open_splits`."""
+    paths = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
+    files = [Path(path) for path in paths if not Path(path).is_dir()]
+    if not files[0].is_file():  # a pipe, as of <(zcat text.gz), can be read once
+        with open(files[0], "rb") as pipe, open(work / "pipe", "wb") as copy:
+            shutil.copyfileobj(pipe, copy)
+        files = [work / "pipe"]
+    # The folder of a file may be private: the name goes into the manifest, which is published.
+    return open_splits(Path(pattern).name, {"train": files}, column, encoding)
+
+
+def open_splits(name: str, splits: dict[str, list[Path]], column: str, encoding: str | None) -> Source:
+    """Open files, all of one kind.
+
+    :param column: of the text, if the files have columns
+    :param encoding: of the files; None: find it
+    """
+    kinds = {_BUILDERS.get(_find_suffix(path), "text") for paths in splits.values() for path in paths}
+    if len(kinds) > 1:
+        raise UserError(f"'{name}' has files of several kinds; pass those of one kind, as in 'FOLDER/*.jsonl'")
+    (kind,) = kinds
+    parts = {split: [_open_file(path, kind, column, encoding) for path in paths] for split, paths in splits.items()}
+    return Source(name, parts, has_lines=kind == "text")
+
+
+def _open_file(path: Path, kind: str, column: str, encoding: str | None) -> Callable[[], Iterator[str | None]]:
+    """Return a function that yields rows."""
+    if kind != "parquet":
+        encoding = encoding or find_encoding(path)
+    return partial(read_lines, path, encoding) if kind == "text" else partial(_read_file, path, kind, column, encoding)
+
+
+def _find_suffix(path: Path) -> str:
+    """Return the suffix of a file name without that of its compression."""
+    return (path.with_suffix("") if path.suffix.lower() in _COMPRESSED else path).suffix.lower()
+
+
+def _read_file(path: Path, kind: str, column: str, encoding: str | None) -> Iterator[str | None]:
+    """Yield the texts in a file that a builder of `datasets` reads. Files with other columns do not fit into one."""
+    import datasets
+
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the messages are in ours
+    options = {} if kind == "parquet" else {"encoding": encoding}
+    options |= {"sep": "\t"} if _find_suffix(path) == ".tsv" else {}
+    with explain(path.name):
+        dataset = datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True, **options)
+        yield from _read_column(path.name, dataset, column)
+
+
+# --- datasets --------------------------------------------------------------------------------------------------------
+
+
+def open_dataset(
+    name: str, config_name: str | None, revision: str | None, cache_dir: str | None, column: str, encoding: str | None
+) -> Source:
+    """Open a dataset on the Hugging Face Hub, or one in a folder."""
+    import datasets  # takes a second, which plain text need not wait for
+
+    full_name, folder = " ".join(filter(None, [name, config_name])), Path(name).resolve()
+    try:
+        if folder.is_dir():
+            splits = datasets.load_dataset_builder(name, config_name, cache_dir=cache_dir).config.data_files
+        else:
+            splits = datasets.load_dataset(name, config_name, revision=revision, cache_dir=cache_dir)
+    except Exception as error:
+        remedy = "go online, check the name and the configuration, or pass --train_file or --sample"
+        if "scripts are no longer supported" in str(error):
+            remedy = "pass --dataset_revision refs/convert/parquet, the Hub's copy of it, or another dataset"
+        elif folder.is_dir():
+            remedy = f"it needs .txt, .jsonl, .csv or .parquet files; pass others as --train_file '{name}/*'"
+        cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
+        reason = first_line(cause or error)
+        raise UserError(f"--dataset_name: '{full_name}' cannot be loaded: {reason}; {remedy}") from error
+    if "train" not in splits:
+        raise UserError(f"--dataset_name: '{full_name}' has no split 'train', but {', '.join(map(str, splits))}")
+    used = {split: splits[split] for split in SPLITS if split in splits}
+    if folder.is_dir():
+        used = {split: [Path(file) for file in files] for split, files in used.items()}
+        source = open_splits(folder.name, used, column, encoding)
+        read = {path.resolve() for path in itertools.chain.from_iterable(used.values())}
+        others = (path for path in folder.rglob("*") if path.is_file() and path.resolve() not in read)
+        rest = [str(path.relative_to(folder)) for path in others]
+    else:
+        parts = {split: [partial(_read_column, full_name, dataset, column)] for split, dataset in used.items()}
+        source = Source(full_name, parts, has_lines=used["train"].builder_name == "text")
+        rest = list(splits.keys() - used.keys())
+    if rest:
+        print(f"{source.name}: left out {', '.join(sorted(rest)[:5])}{f' and {len(rest) - 5} more' * (len(rest) > 5)}")
+    return source
+
+
+def _read_column(name: str, dataset, column: str) -> Iterator[str | None]:
+    """Yield the texts of a `Dataset` or `IterableDataset`; UserError if the column has none."""
+    with explain(name):
+        if column in (dataset.column_names or ()):
+            dataset = dataset.select_columns(column)
+        for batch in dataset.iter(batch_size=1000):
+            if column not in batch:
+                raise UserError(f"--text_column: '{name}' has no column '{column}', but {', '.join(batch)}")
+            for row in batch[column]:
+                if not isinstance(row, str | None):
+                    kind = type(row).__name__
+                    raise UserError(f"--text_column: '{column}' of '{name}' has values of type {kind}, not text")
+                yield row

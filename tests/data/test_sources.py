@@ -1,0 +1,199 @@
+# ruff: noqa: RUF001 letters of other scripts
+"""Text as people have it: other encodings, compressed, with columns, in folders; and what is no text."""
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import os
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import zstandard
+from pyarrow import parquet
+
+from cotrain.common.errors import UserError
+from cotrain.data.corpus import read_corpus
+from cotrain.data.sources import open_dataset, open_files
+
+DOCUMENTS = ["A café, said “he”.\nIt costs 5 €.", "def f(x):\n    return x", "Three", "Four"]
+TEXT = "\n\n".join(DOCUMENTS)
+JSONL = "".join(json.dumps({"n": number, "text": text}) + "\n" for number, text in enumerate(DOCUMENTS))
+CSV = "n,text\n" + "".join(f'{number},"{text}"\n' for number, text in enumerate(DOCUMENTS))
+
+
+def to_zip(content: bytes, *names: str) -> bytes:
+    with zipfile.ZipFile(buffer := io.BytesIO(), "w") as archive:
+        for name in names:
+            archive.writestr(name, content)
+    return buffer.getvalue()
+
+
+def to_parquet(columns: dict) -> bytes:
+    parquet.write_table(pa.table(columns), buffer := io.BytesIO())
+    return buffer.getvalue()
+
+
+def read(folder: Path, name: str, column: str = "text", encoding: str | None = None) -> list[str]:
+    """Return the documents of a file, a wildcard or a folder."""
+    work = folder.parent / f"{folder.name}.work"
+    work.mkdir(exist_ok=True)
+    if (folder / name).is_dir():
+        source = open_dataset(str(folder / name), None, None, str(work), column, encoding)
+    else:
+        source = open_files(str(folder / name), work, column, encoding)
+    return [text for documents in read_corpus(source, work, 0.1, seed=0).values() for text in documents.read()]
+
+
+def write(folder: Path, files: dict[str, bytes]) -> None:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("t.txt", TEXT.encode()),
+        ("t.txt", b"\xef\xbb\xbf" + TEXT.encode()),
+        ("t", TEXT.replace("\n", "\r\n").encode()),
+        ("t.txt.gz", gzip.compress(TEXT.encode())),
+        ("t.txt.bz2", bz2.compress(TEXT.encode())),
+        ("t.md.xz", lzma.compress(TEXT.encode())),
+        ("t.txt.zst", zstandard.ZstdCompressor().compress(TEXT.encode())),
+        ("t.zip", to_zip(TEXT.encode(), "t.txt")),
+        ("t.jsonl", JSONL.encode()),
+        ("t.json", json.dumps([{"text": text} for text in DOCUMENTS]).encode()),
+        ("t.jsonl.gz", gzip.compress(JSONL.encode())),
+        ("t.jsonl.zst", zstandard.ZstdCompressor().compress(JSONL.encode())),
+        ("t.csv", CSV.encode()),
+        ("t.csv", b"\xef\xbb\xbf" + CSV.encode()),
+        ("t.csv.gz", gzip.compress(CSV.encode())),
+        ("t.tsv", CSV.replace(",", "\t", 1).replace(',"', '\t"').encode()),
+        ("t.parquet", to_parquet({"n": [1, 2, 3, 4], "text": DOCUMENTS})),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",  # gzip's bytes depend on the time
+)
+def test_each_kind_of_file(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    assert sorted(read(tmp_path, name)) == sorted(DOCUMENTS)
+
+
+@pytest.mark.parametrize(
+    ("text", "encoding", "found"),
+    [
+        (TEXT, "utf-16", "utf_16"),
+        (TEXT, "utf-16-le", "utf_16_le"),
+        (TEXT, "cp1252", "cp1252"),
+        ("El niño está aquí.\n\nMañana será otro día.", "latin-1", "cp1252"),
+        ("Grüße aus Köln.\n\nDas ist schön.", "cp1252", "cp1252"),
+        ("Всеобщая декларация прав человека.\n\nВсе люди рождаются свободными и равными.", "koi8_r", "koi8_r"),
+        ("すべての人間は、生れながらにして自由であり、\n\n尊厳と権利とについて平等である。", "shift_jis", "cp932"),
+        ("人人生而自由，在尊严和权利上一律平等。\n\n他们赋有理性和良心。", "gb18030", "gb18030"),
+    ],
+)
+@pytest.mark.parametrize("name", ["t.txt", "t.csv", "t.txt.gz"])
+def test_the_encoding_is_found_and_printed(tmp_path, capsys, text, encoding, found, name):
+    content = text if name != "t.csv" else "text\n" + "".join(f'"{part}"\n' for part in text.split("\n\n"))
+    content = content.encode(encoding)
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    assert sorted(read(tmp_path, name)) == sorted(text.split("\n\n"))
+    assert f"{name} is read as {found}, as in '" in capsys.readouterr().out
+    assert sorted(read(tmp_path, name, encoding=encoding)) == sorted(text.split("\n\n"))
+
+
+@pytest.mark.parametrize(
+    ("files", "name", "documents", "printed"),
+    [
+        ({"a.txt": b"One.", "b.txt": b"Two.\n\nThree."}, "", ["One.", "Two.", "Three."], "at the end of a file"),
+        ({"a.txt": b"One.", "b.txt": b"Two.\n\nThree.", "c": b"4"}, "*.txt", ["One.", "Two.", "Three."], "blank"),
+        ({"train.jsonl": b'{"text": "One."}\n{"text": "Two."}\n'}, "", ["One.", "Two."], "one in each row"),
+        (
+            {"a.jsonl": b'{"text": "One.", "n": 1}', "b.jsonl": b'{"text": "Two.", "x": "y"}\n{"text": "Three."}'},
+            "*.jsonl", ["One.", "Two.", "Three."], "one in each row",
+        ),
+        (
+            {"t.jsonl": b'{"text": "One."}\n{"text": null}\n{"text": ""}\n{"text": "Two."}\n{"n": 3}\n'},
+            "t.jsonl", ["One.", "Two."], "2 null rows skipped; 1 blank rows skipped",
+        ),
+        (
+            {"train.txt": b"\xef\xbb\xbf = T = \n \n a b .\n \n c d .\n \n = U = \n \n e .\n"},
+            "", ["= T =\na b .\nc d .", "= U =\ne ."], "from each title to the next",
+        ),
+        (
+            {"train.txt": b"One.\n\nTwo.", "test.txt": b"3", "README.md": b"#", ".x": b"x", "sub/more.txt": b"x"},
+            "", ["One.", "Two."], "left out .x, README.md, sub/more.txt, test.txt",
+        ),
+        ({"train.txt": b"One.", "validation.txt": "zwölf".encode("cp1252")}, "", ["One.", "zwölf"], "as cp1252"),
+        ({"t.parquet": to_parquet({"body": ["One.", "Two."]})}, "t.parquet:body", ["One.", "Two."], ""),
+    ],
+)  # fmt: skip
+def test_documents_and_what_is_left_out(tmp_path, capsys, files, name, documents, printed):
+    write(tmp_path, files)
+    name, _, column = name.partition(":")
+    assert sorted(read(tmp_path, name, column or "text")) == sorted(documents)
+    assert printed in capsys.readouterr().out
+
+
+def test_rows_of_wikitext_are_lines(tmp_path):
+    """As the Hub has them: with line breaks, and blank rows."""
+    rows = ["", " = T = \n", "", " a b . \n", "", " = = S = = \n", "", " c . \n", "", " = U = \n", "", " d . \n"]
+    write(tmp_path, {"t.parquet": to_parquet({"text": rows})})
+    assert sorted(read(tmp_path, "t.parquet")) == ["= T =\na b .\n= = S = =\nc .", "= U =\nd ."]
+
+
+@pytest.mark.parametrize(("has_lines", "documents"), [(None, ["a\nb", "c"]), (False, ["a", "b", "c"])])
+def test_what_a_row_is_can_be_said(tmp_path, has_lines, documents):
+    """--row_is document, for a text file with a document in each line."""
+    write(tmp_path, {"t.txt": b"a\nb\n\nc"})
+    source = open_files(str(tmp_path / "t.txt"), tmp_path, "text", None)
+    source = source if has_lines is None else replace(source, has_lines=has_lines)
+    corpus = read_corpus(source, tmp_path, 0.1, seed=0)
+    assert sorted(text for part in corpus.values() for text in part.read()) == documents
+
+
+def test_a_pipe_is_read_once(tmp_path):
+    reader, writer = os.pipe()
+    os.write(writer, TEXT.encode())
+    os.close(writer)
+    source = open_files(f"/dev/fd/{reader}", tmp_path, "text", None)
+    corpus = read_corpus(source, tmp_path, 0.1, seed=0)
+    os.close(reader)
+    assert sorted(text for documents in corpus.values() for text in documents.read()) == sorted(DOCUMENTS)
+
+
+@pytest.mark.parametrize(
+    ("files", "name", "message"),
+    [
+        ({"t.txt": b""}, "t.txt", r"'t\.txt' has no text"),
+        ({"t.jsonl": b""}, "t.jsonl", r"'t\.jsonl' has no text"),
+        ({"t.txt": b"\x89PNG\r\n\x1a\n\0\0\0" + bytes(range(256))}, "t.txt", r"'t\.txt' is not text"),
+        ({"t.png": b"\x89PNG\r\n\x1a\n\0\0\0" + bytes(range(256))}, "t.png", r"'t\.png' is not text \(image/png\)"),
+        ({"a/t.jpg": b"\xff\xd8\xff\xe0\0" + bytes(range(256))}, "a", r"'t\.jpg' is not text \(image/jpeg\)"),
+        ({"t.txt": "Всё. ".encode() * 40 + b"\xff" + "Всё. ".encode()}, "t.txt", r"'t\.txt' cannot be .*0xff"),
+        ({"t.txt.gz": gzip.compress(TEXT.encode())[:50]}, "t.txt.gz", r"'t\.txt\.gz' cannot be read .*repair it"),
+        ({"t.zip": to_zip(b"x", "a.txt", "b.txt")}, "t.zip", r"has several files; unpack it"),
+        ({"a.txt": b"x", "b.jsonl": JSONL.encode()}, "*", r"files of several kinds"),
+        ({"a/x.py": b"x = 1"}, "a", r"--dataset_name: .*a' cannot be loaded: No .*--train_file '.*a/\*'"),
+        ({"a/.x": b""}, "a", r"--dataset_name: .*cannot be loaded: .*it needs \.txt, \.jsonl"),
+        ({"a/test.txt": b"x"}, "a", r"'.*a' has no split 'train', but test"),
+        ({"t.jsonl": JSONL.encode() + b'{"text": "open'}, "t.jsonl", r"'t\.jsonl' cannot be read .*in row 4"),
+        ({"a.jsonl": JSONL.encode(), "b.jsonl": b"{"}, "*.jsonl", r"'b\.jsonl' cannot be read"),
+        ({"t.jsonl": b'{"text": 1}\n{"text": 2}\n'}, "t.jsonl", r"--text_column: 'text' of 't\.jsonl' .* type int"),
+        ({"t.jsonl": b'{"text": ["a", "b"]}\n'}, "t.jsonl", r"--text_column: 'text' of 't\.jsonl' .* type list"),
+        ({"t.jsonl": b'{"body": "a"}\n'}, "t.jsonl", r"--text_column: 't\.jsonl' has no column 'text', but body"),
+        ({"t.csv": b"a,b\n1,2\n"}, "t.csv", r"--text_column: 't\.csv' has no column 'text', but a, b"),
+        ({"t.parquet": to_parquet({"text": [b"a"]})}, "t.parquet", r"--text_column: .* type bytes"),
+        ({"t.parquet": b"version https://git-lfs.github.com/spec/v1\n"}, "t.parquet", r"'t\.parquet' cannot be read"),
+        ({"t.csv": b"text\nonly one\n"}, "t.csv", r"is a single document.*: pass a text of several rows"),
+    ],
+)  # fmt: skip
+def test_what_is_no_text_is_named(tmp_path, files, name, message):
+    write(tmp_path, files)
+    with pytest.raises(UserError, match=message) as error:
+        read(tmp_path, name)
+    assert "\n" not in str(error.value)
