@@ -92,9 +92,11 @@ def save_dataset(arrow_files: dict[str, Path], manifest: Manifest, folder: Path)
     for split, path in arrow_files.items():
         (folder / split).mkdir()
         shutil.move(path, folder / split / "data.arrow")
-        (folder / split / "state.json").write_text(json.dumps(state | {"_fingerprint": split, "_split": split}))
-        (folder / split / "dataset_info.json").write_text("{}")
-    (folder / "dataset_dict.json").write_text(json.dumps({"splits": list(arrow_files)}))
+        (folder / split / "state.json").write_text(
+            json.dumps(state | {"_fingerprint": split, "_split": split}), encoding="utf-8"
+        )
+        (folder / split / "dataset_info.json").write_text("{}", encoding="utf-8")
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": list(arrow_files)}), encoding="utf-8")
     manifest.save(folder)
 
 

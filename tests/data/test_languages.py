@@ -56,7 +56,9 @@ def decode(folder: Path) -> list[str]:
 )
 def test_every_character_comes_out(tmp_path, declaration, language, objective):
     texts = declaration[language]
-    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (tmp_path / "text.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8"
+    )
     if objective == "mlm_sop":
         texts = [text.lower() for text in texts]  # ALBERT's kind has no capital letters
     size = 300 if objective != "mlm_sop" else len(count_chars(texts)) + 40
@@ -74,7 +76,7 @@ def test_a_tokenizer_that_loses_text_is_an_error(tmp_path, declaration, capsys):
         ("bn", "bn", r"\d+\.\d% .*'্' \(U\+09CD\)"),
         ("en", "bn", r"9\d\.\d% .*unknown"),
     ):
-        text.write_text("\n\n".join(declaration[language]))
+        text.write_text("\n\n".join(declaration[language]), encoding="utf-8")
         chars = sorted(count_chars(declaration[vocabulary]))
         tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *chars, *(f"##{char}" for char in chars)]
         BertTokenizer(vocab={token: number for number, token in enumerate(tokens)}).save_pretrained(tmp_path / "bert")
@@ -89,7 +91,7 @@ def test_a_tokenizer_that_loses_text_is_an_error(tmp_path, declaration, capsys):
 def test_what_is_no_loss(tmp_path, declaration, capsys):
     """Case, WikiText's own <unk>, the kind of quotes, and white space."""
     text = "\n\n".join([*declaration["en"], "The <unk>  of\t``<unk>'' , \"quoted\" ."])
-    (tmp_path / "text.txt").write_text(text)
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
     size = len(count_chars([text.lower()])) + 40
     tokenize_wikitext103.prepare(arguments(tmp_path, train_file=str(tmp_path / "text.txt"), vocab_size=size))
     output = capsys.readouterr().out
