@@ -95,8 +95,8 @@ def write_documents(source: Source, split: str, layout: str, path: Path) -> Docu
         tqdm(desc=f"Reading {split} text", unit=" chars", unit_scale=True, delay=1) as progress,  # seconds
     ):
         batch, size = [], 0
-        parts = (split_documents(_fill_rows(part(), skipped), layout) for part in source.parts[split])
-        for document in itertools.chain.from_iterable(parts):
+        counted = (_count_blank(part(), skipped) if layout == "rows" else part() for part in source.parts[split])
+        for document in itertools.chain.from_iterable(split_documents(rows, layout) for rows in counted):
             batch.append(document)
             lengths.append(len(document))
             size += len(document)
@@ -106,17 +106,17 @@ def write_documents(source: Source, split: str, layout: str, path: Path) -> Docu
                 batch, size = [], 0
         writer.write_table(pa.table({"text": batch}, schema=schema))
     what = f"{source.name}: {len(lengths):,} documents of {split} text, {LAYOUTS[layout]}"
-    kinds = ("null", "blank") if layout == "rows" else ("null",)
-    print("; ".join([what, *(f"{skipped[kind]:,} {kind} rows skipped" for kind in kinds if skipped[kind])]))
+    print(
+        "; ".join([what, *(f"{count:,} {kind} rows skipped" for kind, count in sorted(skipped.items(), reverse=True))])
+    )
     return Documents(str(path), np.arange(len(lengths)), np.array(lengths, dtype=np.int64))
 
 
-def _fill_rows(rows: Iterable[str | None], skipped: Counter[str]) -> Iterator[str]:
-    """Replace null by blank, and count both."""
+def _count_blank(rows: Iterable[str | None], skipped: Counter[str]) -> Iterator[str | None]:
     for row in rows:
         if row is None or not row.strip():
             skipped["null" if row is None else "blank"] += 1
-        yield row or ""
+        yield row
 
 
 def read_corpus(source: Source, folder: Path, validation_fraction: float, seed: int) -> dict[str, Documents]:
@@ -176,15 +176,15 @@ def _cut_row(row: str) -> Iterator[str]:
         yield line.rstrip()
 
 
-def _mark_ends(rows: Iterable[str], layout: str) -> Iterator[str | None]:
+def _mark_ends(rows: Iterable[str | None], layout: str) -> Iterator[str | None]:
     """Yield the lines of the rows, and None where a document ends."""
     if layout == "rows":
         for row in rows:
-            yield from _cut_row(row)
+            yield from _cut_row(row or "")
             yield None
         return
     clean = str.strip if layout == "titles" else str.rstrip
-    previous, rows, following = itertools.tee(map(clean, rows), 3)
+    previous, rows, following = itertools.tee((clean(row or "") for row in rows), 3)
     next(following, None)
     neighbours = itertools.chain([""], previous), rows, itertools.chain(following, [""])
     for before, row, after in zip(*neighbours, strict=False):
@@ -194,7 +194,7 @@ def _mark_ends(rows: Iterable[str], layout: str) -> Iterator[str | None]:
     yield None
 
 
-def split_documents(rows: Iterable[str], layout: str = "blank lines") -> Iterator[str]:
+def split_documents(rows: Iterable[str | None], layout: str = "blank lines") -> Iterator[str]:
     """Group rows of text into documents.
 
     :param layout: a key of LAYOUTS. In any case a document has at most MAX_DOCUMENT_CHARS: BookCorpus has one sentence

@@ -36,8 +36,11 @@ def explain(name: str) -> Iterator[None]:
 def _open(path: Path) -> io.BufferedReader:
     import fsspec
 
+    compression = fsspec.utils.infer_compression(str(path))
     # Python's reader is wanted for .zst, whose own has no lines.
-    return io.BufferedReader(fsspec.open(str(path), compression="infer").open())
+    return (
+        io.BufferedReader(fsspec.open(str(path), compression=compression).open()) if compression else open(path, "rb")
+    )
 
 
 def read_lines(path: Path, encoding: str) -> Iterator[str]:
