@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from cotrain.arguments import TRAINER_ARGUMENTS, TrainerArguments
+from cotrain.common.errors import require_packages
 from cotrain.common.flags import parse_command_line
 from cotrain.common.processes import StopSignal, guard_children, ignore_launcher
 from cotrain.status.status import recorded_start, show_status
@@ -18,6 +19,7 @@ def start_trainer(train: Callable[[TrainerArguments, StopSignal], None], descrip
         args = TrainerArguments(*command_line.arguments)
         if args.training.status:
             sys.exit(show_status(Path(args.training.output_dir)))
+        require_packages(command_line.arguments)
         ignore_launcher()
         guard_children()
         # These imports take seconds, which --help and usage errors do not need.

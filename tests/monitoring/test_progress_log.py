@@ -48,7 +48,7 @@ def test_first_step_of_a_run_with_unlike_trainers(lines):
 
 
 def test_flood_of_trainers_is_one_line_and_a_false_claim_counts_as_one_step(lines):
-    claims = {b"%04d" % number: beat(0, 10**9 if number == 0 else 1) for number in range(1000)}
+    claims = {b"%04d" % number: beat(0, 10**9 - 1 if number == 0 else 1) for number in range(1000)}
     joined, progress = lines(0, claims)
     assert joined.startswith("0000, 0001, ") and joined.endswith("0004, 995 more joined; now 1,000 trainers")
     assert progress.startswith("Accumulated 5,095 of 4,096 samples")

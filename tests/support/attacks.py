@@ -20,7 +20,7 @@ from cotrain.averaging.accumulators import GradientAccumulator, UpdateAccumulato
 from cotrain.averaging.allreduce import AllReduce
 from cotrain.averaging.bounds import Bounds
 from cotrain.averaging.matchmaking import MAX_BANDWIDTH, Claims, StepMatchmaking, parse_claims
-from cotrain.averaging.progress import MAX_SAMPLES, PeerProgress
+from cotrain.averaging.progress_record import MAX_SAMPLES, PeerProgress
 from cotrain.averaging.state import TrainingStateAverager
 from cotrain.training import session
 

@@ -11,7 +11,7 @@ from hivemind.utils import get_dht_time
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from cotrain.arguments import CollaborationArguments, LocalTrainingArguments
-from cotrain.averaging.progress import PeerProgress
+from cotrain.averaging.progress_record import PeerProgress
 from cotrain.common.errors import UserError
 from cotrain.training import check
 from cotrain.training.check import (

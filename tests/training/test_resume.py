@@ -13,6 +13,7 @@ from datasets import Dataset
 import run_custom_trainer
 import run_trainer
 from cotrain.arguments import TrainerArguments
+from cotrain.averaging.coordinator import StepRecord
 from cotrain.common.processes import StopSignal
 from cotrain.models.model import build_model
 from cotrain.status.status import read_status
@@ -47,8 +48,8 @@ class Recorder(TrainingSession):
         self.first_step = self.optimizer.local_epoch
         self.record()
 
-    def report(self, step: int, samples: int) -> None:
-        super().report(step, samples)
+    def report(self, record: StepRecord) -> None:
+        super().report(record)
         self.record()
 
     def record(self) -> None:
