@@ -60,7 +60,7 @@ def train(
     import torch
 
     from cotrain.averaging.base import share_parameters
-    from cotrain.averaging.round_log import RoundLog
+    from cotrain.common.json_file import JsonLinesFile
     from cotrain.common.logs import setup_logging
     from cotrain.models.model import build_model, read_config
     from cotrain.peer.addresses import log_visible_maddrs
@@ -78,7 +78,7 @@ def train(
         optimizer = build_optimizer(model, peer, training_args.batch_size_per_step(1), args)
         stack.callback(optimizer.shutdown)
         stack.enter_context(supervise({"DHT": peer.dht, **optimizer.processes}, seconds=15.0, exit_code=1))
-        optimizer.round_log = RoundLog(output_dir)
+        optimizer.round_log = JsonLinesFile(output_dir / "rounds.jsonl", max_bytes=2**24)
         recorder = Recorder(output_dir / "traffic.jsonl")
 
         torch.manual_seed(int.from_bytes(peer.public_key[-4:], "big"))

@@ -26,10 +26,10 @@ from cotrain.averaging.coordinator import Outcome, RoundCoordinator, StepRecord
 from cotrain.averaging.history import add_mark, different_marks
 from cotrain.averaging.progress import WARN_SECONDS, ProgressTracker
 from cotrain.averaging.progress_record import MAX_DISTANCE, PeerProgress
-from cotrain.averaging.round_log import RoundLog, describe_round
 from cotrain.averaging.rounds import RoundAverager, RoundResult
 from cotrain.averaging.standing import EQUAL, LACKING
 from cotrain.averaging.state import TrainingStateAverager, all_finite
+from cotrain.common.json_file import JsonLinesFile
 from cotrain.dht.metrics_schema import MAX_ROUNDS
 
 logger = get_logger(__name__)
@@ -74,7 +74,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         self._num_alone = 0  # consecutive marks of steps that this peer took alone
         self._retry_at = self._warn_at = 0.0  # `time.monotonic`
         self.last_step: int | None = None  # no step beyond this one is taken
-        self.round_log: RoundLog | None = None
+        self.round_log: JsonLinesFile | None = None  # one line per round
         # Of the newest rounds with other trainers: whether they averaged everything with every trainer of the step
         self.recent_rounds: deque[bool] = deque(maxlen=MAX_ROUNDS)
         self._round_times: deque[tuple[float, float]] = deque(maxlen=16)  # end (`time.monotonic`) and seconds
@@ -431,6 +431,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
     ) -> None:
         if self.round_log is None:
             return
+        result = result or RoundResult(members=[], received=0.0, weights={})
         entry = {
             "time": time.time(),
             "step": step,
@@ -439,9 +440,12 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             "attempts": self.coordinator.num_attempts,
             "error": self.coordinator.last_error,
             "distance": round(self.distance, 3),
-            **describe_round(result),
+            "group": list(map(str, result.members)),
+            "received": round(result.received, 4),
+            "seconds": {name: round(value, 3) for name, value in {**result.seconds, **seconds}.items()},
         }
-        entry["seconds"] = {name: round(value, 3) for name, value in {**entry["seconds"], **seconds}.items()}
+        for name in ("weights", "missed", "violations"):
+            entry[name] = {str(peer_id): value for peer_id, value in getattr(result, name).items()}
         self.round_log.write(entry)
 
     @property

@@ -1,8 +1,10 @@
 """JSON files: a small one that a process keeps across restarts, written atomically, and JSON Lines."""
 
 import contextlib
+import errno
 import json
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -61,3 +63,51 @@ class JsonFile:
             if not self._has_warned:
                 logger.warning(f"Cannot write {self.path}: {describe(error)}. Trying again with the next change")
             self._has_warned = True
+
+
+class JsonLinesFile:
+    """A file with one JSON object per line, which is on disk (fsync) when `write` returns.
+
+    If a write fails (a full disk), lines are kept in memory and written first at the next one. The lines of the
+    125 000 steps of a run are 25 MB.
+
+    :param max_bytes: size at which a file of less worth becomes NAME.1. Its lines are neither synced nor kept
+    """
+
+    def __init__(self, path: Path, max_bytes: int | None = None):
+        self.path, self.max_bytes = path, max_bytes
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._waiting: list[bytes] = []
+        content = path.read_bytes() if path.is_file() else b""
+        end = content.rfind(b"\n") + 1
+        if end < len(content):  # a process died in a write; the next line would follow the incomplete one
+            logger.warning(f"{path} ends with an incomplete line: removed its {len(content) - end} bytes")
+            os.truncate(path, end)
+
+    def write(self, record: dict) -> None:
+        self._waiting.append(json.dumps(record, allow_nan=self.max_bytes is not None).encode() + b"\n")
+        self.flush()
+
+    def flush(self) -> None:
+        """Write the lines that wait in memory, if there are any."""
+        if not self._waiting:
+            return
+        try:
+            if self.max_bytes is not None and self.path.is_file() and self.path.stat().st_size > self.max_bytes:
+                self.path.replace(f"{self.path}.1")
+            # Opened for each write: a file that was moved or a disk that was remounted needs no special handling.
+            with open(self.path, "ab", buffering=0) as file:
+                size, data = file.tell(), b"".join(self._waiting)
+                try:
+                    if file.write(data) < len(data):  # a disk that fills up accepts a part first
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                    if self.max_bytes is None:
+                        os.fsync(file.fileno())
+                except OSError:
+                    file.truncate(size)
+                    raise
+            self._waiting.clear()
+        except OSError as error:
+            logger.warning(f"Cannot write {self.path}: {describe(error)}. {len(self._waiting)} steps wait in memory")
+            if self.max_bytes is not None:
+                self._waiting.clear()

@@ -4,16 +4,12 @@ metrics.jsonl is the durable record: no step is lost from it, and a restarted mo
 dashboard (trackers.py) is for display only.
 """
 
-import errno
-import json
 import logging
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from cotrain.common.errors import describe
-from cotrain.common.json_file import read_records
+from cotrain.common.json_file import JsonLinesFile, read_records
 from cotrain.monitoring.aggregation import StepReport
 
 logger = logging.getLogger(__name__)
@@ -79,8 +75,8 @@ class Reporters:
             self.dashboard.log_table(*self._withheld.pop(name))
 
     def close(self) -> None:
-        self.metrics_file.close()
-        self.evaluations_file.close()
+        self.metrics_file.flush()
+        self.evaluations_file.flush()
         if self.dashboard is not None:
             for table in self._withheld.values():
                 self.dashboard.log_table(*table)
@@ -103,45 +99,3 @@ def to_record(report: StepReport) -> dict:
         "performance": report.performance,
         **report.metrics,
     }
-
-
-class JsonLinesFile:
-    """A file with one JSON object per line, which is on disk (fsync) when `write` returns.
-
-    If a write fails (a full disk), lines are kept in memory and written first at the next one. The lines of the
-    125 000 steps of a run are 25 MB.
-    """
-
-    def __init__(self, path: Path):
-        self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._waiting: list[bytes] = []
-        content = path.read_bytes() if path.exists() else b""
-        end = content.rfind(b"\n") + 1
-        if end < len(content):  # a process died in a write; the next line would follow the incomplete one
-            logger.warning(f"{path} ends with an incomplete line: removed its {len(content) - end} bytes")
-            os.truncate(path, end)
-
-    def write(self, record: dict) -> None:
-        self._waiting.append(json.dumps(record, allow_nan=False).encode() + b"\n")
-        self._write_waiting()
-
-    def close(self) -> None:
-        if self._waiting:
-            self._write_waiting()
-
-    def _write_waiting(self) -> None:
-        try:
-            # Opened for each write: a file that was moved or a disk that was remounted needs no special handling.
-            with open(self.path, "ab", buffering=0) as file:
-                size, data = file.tell(), b"".join(self._waiting)
-                try:
-                    if file.write(data) < len(data):  # a disk that fills up accepts a part first
-                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                    os.fsync(file.fileno())
-                except OSError:
-                    file.truncate(size)
-                    raise
-            self._waiting.clear()
-        except OSError as error:
-            logger.warning(f"Cannot write {self.path}: {describe(error)}. {len(self._waiting)} steps wait in memory")

@@ -14,9 +14,9 @@ from hivemind.utils import get_logger
 from cotrain.arguments import TrainerArguments
 from cotrain.averaging.coordinator import Outcome, StepRecord
 from cotrain.averaging.optimizer import CollaborativeOptimizer
-from cotrain.averaging.round_log import RoundLog
 from cotrain.averaging.state import StateLoadError, all_finite
 from cotrain.common.errors import TemporaryError, UserError, first_line
+from cotrain.common.json_file import JsonLinesFile
 from cotrain.common.names import derive_name, label
 from cotrain.common.processes import StopSignal, Watchdog
 from cotrain.dht import run_records
@@ -71,7 +71,7 @@ class TrainingSession:
         shown = label(self.name, peer.dht.peer_id)
         self.loss_meter = LossMeter()
         self.status = StatusKeeper(self.folder, optimizer, self.args, shown, self.loss_meter, should_stop)
-        optimizer.round_log = RoundLog(self.folder)
+        optimizer.round_log = JsonLinesFile(self.folder / "rounds.jsonl", max_bytes=16 * 2**20)
         self.history: deque[LocalMetrics] = deque(maxlen=history_length())
         self.num_recoveries = 0
         self.joined_at = -math.inf

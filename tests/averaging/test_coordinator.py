@@ -9,7 +9,7 @@ from hivemind.averaging.control import AveragingStage
 
 from cotrain.averaging import coordinator as coordinator_module
 from cotrain.averaging.coordinator import GRACE_SECONDS, Outcome, RoundCoordinator
-from cotrain.averaging.round_log import RoundLog
+from cotrain.common.json_file import JsonLinesFile
 
 
 class FakeControl:
@@ -271,10 +271,10 @@ def test_averager_receives_changed_rosters_only(parts):
 def test_log_has_a_line_for_each_round(tmp_path):
     path = tmp_path / "output" / "rounds.jsonl"
     for step in (1, 2):
-        RoundLog(path.parent).write({"step": step, "outcome": Outcome.AVERAGED.value})
+        JsonLinesFile(path, max_bytes=100).write({"step": step, "outcome": Outcome.AVERAGED.value})
     assert [json.loads(line)["step"] for line in path.read_text(encoding="utf-8").splitlines()] == [1, 2]
 
 
 def test_unwritable_log_is_ignored(tmp_path):
     (tmp_path / "rounds.jsonl").mkdir()
-    RoundLog(tmp_path).write({"step": 1})
+    JsonLinesFile(tmp_path / "rounds.jsonl", max_bytes=100).write({"step": 1})

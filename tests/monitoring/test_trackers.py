@@ -21,11 +21,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cotrain.common import json_file
 from cotrain.common.errors import ORGANISER_MODULES
-from cotrain.monitoring import reporters as reporting
+from cotrain.common.json_file import JsonLinesFile
 from cotrain.monitoring import trackers
 from cotrain.monitoring.aggregation import StepReport
-from cotrain.monitoring.reporters import JsonLinesFile, Reporters
+from cotrain.monitoring.reporters import Reporters
 from cotrain.monitoring.trackers import Dashboard
 from run_training_monitor import TrainingMonitorArguments
 from tests.support.peers import read_jsonl, wait_until
@@ -116,7 +117,7 @@ def test_last_step_of_a_damaged_file(tmp_path):
 
 
 def refuse_sync(monkeypatch, path):
-    monkeypatch.setattr(reporting.os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    monkeypatch.setattr(json_file.os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
 
 
 def move_folder(monkeypatch, path):
@@ -149,7 +150,7 @@ def test_file_that_cannot_be_written_loses_nothing(tmp_path, monkeypatch, caplog
     assert [record.getMessage()[-22:] for record in warnings] == [f"{n} steps wait in memory" for n in (1, 2, 3)]
     if write_again:
         file.write({"step": 5})
-    file.close()
+    file.flush()
     assert steps_in(folder) == [1, 2, 3, 4, *([5] if write_again else [])]
 
 

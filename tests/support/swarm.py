@@ -44,7 +44,7 @@ class NoEstimate(PerformanceEMA):
 
 
 def recording_log() -> SimpleNamespace:
-    """Build a RoundLog that keeps its entries in memory."""
+    """Build a log of rounds that keeps its entries in memory."""
     entries = []
     return SimpleNamespace(entries=entries, write=entries.append)
 
