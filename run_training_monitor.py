@@ -203,7 +203,6 @@ def monitor(
             peer, run_id, aggregator, reporter, contributors, keeper, uploader, args, Adviser(run_args)
         )
         end_time = peer_args.end_time + 120.0  # trainers wait for the last checkpoint for 90 s
-        stack.callback(training_monitor.close)
         while not stop.is_set() and time.time() < end_time:
             page = peer_args.page or reporter.page  # wandb's is known after its start
             if is_organiser and relay.config.settings.get("page") != page:

@@ -85,7 +85,7 @@ class JsonLinesFile:
             os.truncate(path, end)
 
     def write(self, record: dict) -> None:
-        self._waiting.append(json.dumps(record, allow_nan=self.max_bytes is not None).encode() + b"\n")
+        self._waiting.append(json.dumps(record).encode() + b"\n")
         self.flush()
 
     def flush(self) -> None:

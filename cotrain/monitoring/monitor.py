@@ -185,7 +185,7 @@ class TrainingMonitor:
         )
 
     def finish(self) -> None:
-        """Report the last steps, and save the newest state that a trainer offers. Takes END_SECONDS at most.
+        """Report the last steps and contributors, and save the newest state. Takes END_SECONDS at most.
 
         Trainers that are stopped at the same time publish their last step after their last local step and checkpoint.
         """
@@ -199,6 +199,7 @@ class TrainingMonitor:
             if state != seen:
                 seen, quiet_at = state, time.monotonic() + QUIET_SECONDS
             time.sleep(0.5)
+        self._show_leaderboard(self.contributors.step, interval=1)
         step, saved = self.aggregator.last_reported_step, -1 if self.keeper is None else self.keeper.saved_step
         newest = f"at step #{step}" if step >= 0 else "before the first step"
         checkpoint = f"; the newest checkpoint is checkpoint-{saved}" if saved >= 0 else "; there is no checkpoint"
@@ -229,11 +230,6 @@ class TrainingMonitor:
             self._show_leaderboard(report.step, self.args.save_checkpoint_step_interval)
         if reports:
             self.contributors.save()
-
-    def close(self) -> None:
-        """Show the leaderboard of the last step."""
-        if self.contributors.step > self._leaders_shown_at:
-            self._show_leaderboard(self.contributors.step, interval=0)
 
     def _show_leaderboard(self, step: int, interval: int) -> None:
         """Log who has contributed most, as often as checkpoints are saved, and at the end."""

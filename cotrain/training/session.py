@@ -301,9 +301,6 @@ class TrainingSession:
                     "checkpoint"
                 )
 
-    def close(self) -> None:
-        self.status.close()
-
 
 @contextlib.contextmanager
 def open_session(
@@ -318,7 +315,5 @@ def open_session(
     children = {"DHT": peer.dht, **optimizer.processes}
     with supervise(children, 15.0, exit_code=1, longest_wait=args.collaboration.longest_wait) as watchdog:
         session = TrainingSession(peer, optimizer, task, model, args, stop.is_set, watchdog, relay)
-        try:
+        with contextlib.closing(session.status):
             yield session
-        finally:
-            session.close()

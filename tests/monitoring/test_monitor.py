@@ -73,7 +73,7 @@ def test_share_of_complete_rounds_is_over_the_rounds_of_all_trainers(tmp_path, s
         session = make_trainer(key)
         session.optimizer.recent_rounds = rounds
         session.report(StepRecord(10, Outcome.AVERAGED, 8))
-        session.close()
+        session.status.close()
     reporter = Mock()
     make_monitor(tmp_path, reporter, MetricsAggregator(last_reported_step=9)).refresh()
     reporter.report.assert_called_once_with(ANY, {"complete rounds": 0.75})
@@ -87,7 +87,7 @@ def test_organiser_is_told_what_helps_when_rounds_take_the_time(tmp_path, stored
             session = make_trainer(key)
             session.optimizer.averaging_share = of_trainer
             session.report(StepRecord(step, Outcome.AVERAGED, 8))
-            session.close()
+            session.status.close()
         monitor.refresh()
         assert ("97% of the time" in caplog.text) == (step > 1) and "99%" not in caplog.text
     assert "--gradient_compression blockwise8" in caplog.text
@@ -126,7 +126,7 @@ def test_share_of_applied_samples_comes_from_the_sessions(stored, make_trainer):
             record = StepRecord(step, Outcome.MISSED) if is_missed else StepRecord(step, Outcome.ALONE, 4)
             session.status.record_step(record)
             session.report(StepRecord(step, Outcome.ALONE, 4))
-        session.close()
+        session.status.close()
     assert stored["run_rounds"][b"b"].value == {"rounds": 0, "complete": 0, "computed": 64 * 4, "applied": 48 * 4}
     records = {key: record.value for key, record in stored["run_rounds"].items()}
     assert parse_shares(records)["applied share"] == (64 + 48) / 128
@@ -150,7 +150,7 @@ def test_last_checkpoint_is_saved_and_uploaded_when_trainers_leave(
         if number < len(leaving):
             session.report(StepRecord(10, Outcome.AVERAGED, 8))
         session.introduce(leaving=leaves)
-        session.close()
+        session.status.close()
     uploader = Mock()
     monitor = make_monitor(tmp_path, Mock(), MetricsAggregator(last_reported_step=9), uploader)
     monitor.keeper = Mock(saved_step=-1)
@@ -259,7 +259,7 @@ def test_last_checkpoint_is_that_of_the_newest_state(tmp_path, stored, monkeypat
     assert caplog.messages[-1] == f"The monitor has stopped at step #5; the newest checkpoint is checkpoint-{expected}"
 
 
-def test_last_leaderboard_and_the_samples_in_all_are_told(tmp_path, stored, make_trainer, caplog):
+def test_last_leaderboard_and_the_samples_in_all_are_told(tmp_path, stored, make_trainer, monkeypatch, caplog):
     """A run of 7 steps shows the leaderboard of step 7, not only that of step 5."""
     caplog.set_level("INFO")
     reporter = Mock()
@@ -271,9 +271,9 @@ def test_last_leaderboard_and_the_samples_in_all_are_told(tmp_path, stored, make
         session.report(StepRecord(step, Outcome.AVERAGED, 100))
         if step in (5, 10, 12):
             monitor.refresh()
-    session.close()
-    monitor.close()
-    monitor.close()
+    session.status.close()
+    monkeypatch.setattr(monitor_module, "time", SimulatedTime({}))
+    monitor.finish()
     assert [call.args[-1] for call in reporter.report_table.call_args_list][-1] == 12
     lines = [record.getMessage() for record in caplog.records if "samples in all" in record.getMessage()]
     assert lines[-1].startswith("1,200 samples in all; step #125,000, the last of the schedule, in about ")

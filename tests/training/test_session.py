@@ -47,7 +47,7 @@ def session(tmp_path, monkeypatch) -> Iterator[TrainingSession]:
     optimizer.pop_records = lambda: [session.steps.pop(0) for _ in range(len(session.steps))]
     optimizer.finish_pending_update = optimizer.stop_averaging = lambda: None
     yield session
-    session.close()
+    session.status.close()
 
 
 def spoil(session: TrainingSession, value: float = float("nan")) -> None:
@@ -148,7 +148,7 @@ def test_peer_without_a_name_gets_one_from_its_id(tmp_path, monkeypatch):
     )
     session.introduce(leaving=False)
     assert stored[0]["username"] == session.name == derive_name("QmFake")
-    session.close()
+    session.status.close()
     args = make_arguments(tmp_path, run_id="run", username="alice")
     assert TrainingSession(FAKE_PEER, session.optimizer, session.task, session.model, args, bool).name == "alice"
 
