@@ -13,6 +13,7 @@ import shlex
 import tempfile
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import msgpack
@@ -20,7 +21,7 @@ from hivemind.p2p import PeerID
 from hivemind.utils import get_logger
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 
-from cotrain.arguments import TRAINER_ARGUMENTS, BaseTrainingArguments, CollaborationArguments, ModelArguments
+from cotrain.arguments import TRAINER_ARGUMENTS, BaseTrainingArguments, CollaborationArguments
 from cotrain.averaging.progress_record import PROTOCOL
 from cotrain.common.argument_parser import CommandLine
 from cotrain.common.errors import TemporaryError, UserError, require_packages
@@ -281,32 +282,25 @@ def _visit(
 
 
 def refuse_differences(config: RunConfig, arguments: Iterable[object]) -> None:
-    """Raise UserError if a peer's argument differs from the settings of the run. None differs from no value."""
-    refuse_another_task(config, arguments)
-    for name, value in config.settings.items():
-        for args in arguments:
-            own = getattr(args, name, None)
-            if own in (None, value) or value is None or name in {TASK, *OPTIONAL_SETTINGS}:
-                continue
-            if name != "model_name_or_path" or to_published_model(own) != value:
-                raise UserError(
-                    f"--{name} is {own} here and {value} in run {config.settings['run_id']}: drop the flag, or pass "
-                    f"--{name} {shlex.quote(str(value))}"
-                )
-
-
-def refuse_another_task(config: RunConfig, arguments: Iterable[object]) -> None:
-    """Raise UserError if a peer has another --task than the run, or one of both has none."""
-    if _has_no_model(arguments):
-        return
-    (args,) = [args for args in arguments if isinstance(args, ModelArguments)]
-    own, run_id, expected = args.task_sha256, config.settings["run_id"], config.settings.get(TASK)
-    if own != expected and expected is None:
-        raise UserError(f"--task: run {run_id} trains a language model, without a task of its own: drop the flag")
-    if own != expected:
-        fault = "--task is missing" if own is None else f"--task: '{args.task}' is another version, SHA-256 {own}"
-        remedy = "ask the organiser for the file, read it, and pass --task FILE"
-        raise UserError(f"{fault}; run {run_id} has the task with SHA-256 {expected}: {remedy}")
+    """Raise UserError if a peer's arguments differ from the settings of the run. None differs from no value."""
+    run_id, expected = config.settings["run_id"], config.settings.get(TASK)
+    for args in arguments if not _has_no_model(arguments) else ():
+        own = getattr(args, TASK, expected)
+        if own != expected and expected is None:
+            raise UserError(f"--task: run {run_id} trains a language model, without a task of its own: drop the flag")
+        if own != expected:
+            fault = "--task is missing" if own is None else f"--task: '{args.task}' is another version, SHA-256 {own}"
+            remedy = "ask the organiser for the file, read it, and pass --task FILE"
+            raise UserError(f"{fault}; run {run_id} has the task with SHA-256 {expected}: {remedy}")
+    for args, (name, value) in product(arguments, config.settings.items()):
+        own = getattr(args, name, None)
+        if own in (None, value) or value is None or name in {TASK, *OPTIONAL_SETTINGS}:
+            continue
+        if name != "model_name_or_path" or to_published_model(own) != value:
+            raise UserError(
+                f"--{name} is {own} here and {value} in run {run_id}: drop the flag, or pass "
+                f"--{name} {shlex.quote(str(value))}"
+            )
 
 
 @dataclass
