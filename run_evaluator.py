@@ -45,41 +45,30 @@ ARGUMENTS = (EvaluatorArguments, BaseTrainingArguments, DatasetArguments, Hyperp
 
 
 def main() -> None:
-    with StopSignal() as stop:
+    with StopSignal() as stop, ExitStack() as stack:
         line = parse_command_line(ARGUMENTS, __doc__)
         ignore_launcher()
         guard_children()
-        from cotrain.peer.run_config import adopt_run_config  # seconds, which --help and usage errors do not need
+        # Seconds of imports, which --help and a wrong flag need not wait for.
+        from hivemind.utils import get_logger
 
-        evaluate(*adopt_run_config(line, stop), stop)
+        from cotrain.common.logs import setup_logging
+        from cotrain.monitoring.evaluation import EvaluationLoop, Evaluator
+        from cotrain.monitoring.reporters import Reporters
+        from cotrain.peer.peer import open_peer, supervise
+        from cotrain.peer.run_config import adopt_run_config
+        from cotrain.tasks.loading import build_model, load_task
+        from cotrain.training.optimizer import open_observer
 
-
-def evaluate(
-    args: EvaluatorArguments,
-    peer_args: BaseTrainingArguments,
-    dataset_args: DatasetArguments,
-    hyperparameter_args: HyperparameterArguments,
-    stop: StopSignal,
-) -> None:
-    # Seconds of imports, which --help and a wrong flag need not wait for.
-    from hivemind.utils import get_logger
-
-    from cotrain.common.logs import setup_logging
-    from cotrain.monitoring.evaluation import EvaluationLoop, Evaluator
-    from cotrain.monitoring.reporters import Reporters
-    from cotrain.peer.peer import open_peer, supervise
-    from cotrain.tasks.loading import build_model, load_task
-    from cotrain.training.optimizer import open_observer
-
-    setup_logging(peer_args.debug)
-    logger = get_logger(__name__)
-    if not peer_args.initial_peers:
-        raise UserError("--initial_peers is missing: pass the address of a peer of the run")
-    task = load_task(dataset_args, disable_tqdm=args.disable_tqdm)
-    evaluator = Evaluator(task, stop.is_set, args)
-    model = build_model(task, peer_args.run_id)
-    output_dir, run_id = Path(args.output_dir), peer_args.run_id
-    with ExitStack() as stack:
+        args, peer_args, dataset_args, hyperparameter_args = adopt_run_config(line, stop)
+        setup_logging(peer_args.debug)
+        logger = get_logger(__name__)
+        if not peer_args.initial_peers:
+            raise UserError("--initial_peers is missing: pass the address of a peer of the run")
+        task = load_task(dataset_args, disable_tqdm=args.disable_tqdm)
+        evaluator = Evaluator(task, stop.is_set, args)
+        model = build_model(task, peer_args.run_id)
+        output_dir, run_id = Path(args.output_dir), peer_args.run_id
         peer = stack.enter_context(open_peer(peer_args, output_dir, client_mode=True, stop=stop))
         logger.info(f"This evaluator is {peer.dht.peer_id}")
         # One evaluation may take hours.
