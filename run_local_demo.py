@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cotrain.common.atomic_files import check_target, lock_folder
-from cotrain.common.curves import show_command
 from cotrain.common.diagnosis import HINT
 from cotrain.common.errors import UserError, run_script
 from cotrain.common.flags import Flags, flag, parse_arguments
@@ -227,6 +226,8 @@ def count_rounds(entries: Iterable[dict]) -> Counter[int]:
 
 def summarize(steps: list[dict], rounds: Counter[int], folder: Path) -> str:
     """Return the result and commands to try next; raise UserError if no step was averaged or the loss did not fall."""
+    from cotrain.monitoring.trackers import show_command  # a second
+
     losses = [step["loss"] for step in steps if step["loss"] is not None]
     if not any(size >= 2 for size in rounds):
         raise UserError(f"no step was averaged by two trainers; search {folder}/trainer-*.log for 'Averag'")

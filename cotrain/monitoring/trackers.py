@@ -22,12 +22,14 @@ from urllib.parse import quote
 from accelerate.state import PartialState
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker, WandBTracker
 
-from cotrain.common.curves import ADDRESS, PLOT_ORDER, show_command
 from cotrain.common.errors import describe
 from cotrain.common.flags import is_page
 
 logger = logging.getLogger(__name__)
 
+# Loss first, and without smoothing, which shows values that no step has
+PLOT_ORDER = "loss,validation loss,performance,alive peers,samples"
+ADDRESS = "{host}?project={project}&smoothing=0"
 CONNECT_TIMEOUT = 30.0  # seconds for wandb to connect, before it records offline
 FINISH_TIMEOUT = 30.0  # seconds for wandb to upload the remaining values
 CLOSE_TIMEOUT = 40.0  # seconds that `Dashboard.close` waits; wandb and trackio take at most 30 to finish
@@ -166,6 +168,13 @@ class OfflineCapableWandbTracker(WandBTracker):
             super().finish()
         finally:
             wandb.teardown()  # ends wandb's service process
+
+
+def show_command(folder: Path, project: str) -> str:
+    """Return the command that shows trackio's page of a folder, and the address of the page."""
+    variables = f"TRACKIO_PLOT_ORDER={shlex.quote(PLOT_ORDER)} TRACKIO_DIR={shlex.quote(str(folder))}"
+    address = ADDRESS.format(host="http://127.0.0.1:7860/", project=quote(project))
+    return f"{variables} trackio show --project {shlex.quote(project)}  # open {address}"
 
 
 class ProjectTrackioTracker(TrackioTracker):
