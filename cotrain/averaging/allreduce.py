@@ -143,17 +143,11 @@ class AllReduce:
         self._answers = {
             peer_id: [part for _, part in self._answers_for(self.peer_id, parts[peer_id])] for peer_id in peer_ids
         }
-        self.reducer = Reducer(
-            parts[self.peer_id],
-            self._others,
-            self._weight_of,
-            bounds,
-            sender_timeout,
-            REDUCE_FRACTION * timeout,
-        )
+        timeouts = sender_timeout, REDUCE_FRACTION * timeout
+        self.reducer = Reducer(parts[self.peer_id], self._others, self._weight_of, bounds, *timeouts)
         self.delivery = Delivery(len(self._others))
         self.was_late = False  # whether a reducer has closed a part without this peer's values
-        self._violations: dict[PeerID, str] = {}
+        self.violations: dict[PeerID, str] = {}  # members that have sent what no honest peer sends, and what it was
         self._excesses: dict[PeerID, str] = {}  # of answers
         self._answered: set[PeerID] = set()  # reducers of which an answer has arrived
         # Those that have answered with parameters, and those whose parameters were too far from this peer's
@@ -192,10 +186,6 @@ class AllReduce:
         reduces_gradients = any(part.is_gradient for part in self.reducer.parts)
         own = {self.peer_id: self._weight} if reduces_gradients else {}
         return own | self.reducer.weights
-
-    def violations(self) -> dict[PeerID, str]:
-        """Return the members that have sent what no honest peer sends, and what it was."""
-        return self._violations
 
     def silent_reducers(self) -> set[PeerID]:
         """Return the other reducers that have answered nothing; none if nobody has: it may be this peer's link."""
@@ -310,7 +300,7 @@ class AllReduce:
                 average = part.own + average
             average, _, excess = self._answer_bounds.clip(part.info, average, part.own, weight=1.0)
         except ValueError as error:
-            self._violations[peer_id] = str(error)
+            self.violations[peer_id] = str(error)
             raise
         self._answered.add(peer_id)
         if part.keeps_rest and message.weight != TAKEN:
@@ -394,7 +384,7 @@ class AllReduce:
                 if not (parts[tensor.chunks].is_gradient or self.reducer.averages[tensor.chunks].done()):
                     arrived[tensor.chunks] = tensor
         except ValueError as error:
-            self._violations[sender] = str(error)
+            self.violations[sender] = str(error)
         except Exception as error:
             logger.debug(f"{sender} did not send all parts: {error!r}")
         finally:

@@ -51,36 +51,28 @@ class StepRecord:
     time: float = field(default_factory=run_time)
 
 
+@dataclass
 class RoundCoordinator:
-    """Searches for a group ahead of time, averages in it, and gives up when the progress reports say so.
+    """Searches for a group ahead of time, averages in it, and gives up when the progress reports say so."""
 
-    :param matchmaking_time: seconds before a step is due at which the search for its group starts
-    :param averaging_timeout: seconds after which a round is abandoned
-    :param batch_size_lead: samples before the target at which that search starts at the latest
-    """
+    tracker: ProgressTracker
+    averager: RoundAverager
+    matchmaking_time: float  # seconds before a step is due at which the search for its group starts
+    averaging_timeout: float  # seconds after which a round is abandoned
+    batch_size_lead: int = 0  # samples before the target at which that search starts at the latest
+    is_settling: bool = False  # see CollaborativeOptimizer
+    num_attempts: int = 0  # for the newest step
+    last_error: str = ""
+    has_sent: bool = False  # whether members of a failed round may have used the contribution
 
-    def __init__(
-        self,
-        tracker: ProgressTracker,
-        averager: RoundAverager,
-        matchmaking_time: float,
-        averaging_timeout: float,
-        batch_size_lead: int = 0,
-    ):
-        self.tracker, self.averager = tracker, averager
-        self.batch_size_lead = batch_size_lead
-        self.matchmaking_time, self.averaging_timeout = matchmaking_time, averaging_timeout
-        self.is_settling = False  # see CollaborativeOptimizer
-        self.num_attempts = 0  # for the newest step
-        self.last_error = ""
-        self.has_sent = False  # whether members of a failed round may have used the contribution
-        self._timeout = averaging_timeout
+    def __post_init__(self):
+        self._timeout = self.averaging_timeout
         self._control: RoundControl | None = None
         self._number: int | None = None  # step of the running round
         self._told: tuple | None = None  # roster and finished step that the averager's process has received last
         self._lock = threading.Lock()
         self._stopped = threading.Event()
-        tracker.on_refresh = self.update_roster
+        self.tracker.on_refresh = self.update_roster
 
     def update_roster(self) -> None:
         """Send the roster of the next round to the averager's process. The tracker calls it after each refresh."""

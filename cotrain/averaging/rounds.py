@@ -295,7 +295,7 @@ class RoundAverager(SafeAverager):
             received=received,
             weights=runner.weights(),
             weight=weight,
-            violations=runner.violations(),
+            violations=runner.violations,
             received_parameters=runner.received_fraction(TensorRole.PARAMETER),
             distance=standing.distances[own],
             group_id=group.group_id,
@@ -331,7 +331,7 @@ class RoundAverager(SafeAverager):
             logger.info(f"Claiming a bandwidth of {self.bandwidth:.1f} Mbit/s, as measured in this round")
 
     def _ban_violators(self, runner: AllReduce) -> None:
-        for peer_id, violation in runner.violations().items():
+        for peer_id, violation in runner.violations.items():
             logger.warning(f"{peer_id} sent {violation}: not averaging with it for {BAN_SECONDS / 60:.0f} minutes")
             self._matchmaking.ban(peer_id, run_time() + BAN_SECONDS)
 

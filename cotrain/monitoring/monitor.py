@@ -3,7 +3,9 @@
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from hivemind.utils import get_logger
@@ -128,34 +130,25 @@ class CheckpointKeeper:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
+@dataclass
 class TrainingMonitor:
-    """Monitors a run: one report for each global step.
+    """Monitors a run: one report for each global step."""
 
-    :param keeper: keeps checkpoints, None to keep none
-    :param uploader: uploads them, None to keep them here
-    :param args: TrainingMonitorArguments of run_training_monitor.py
-    :param adviser: has the settings of the run
-    """
+    peer: Peer
+    run_id: str
+    aggregator: MetricsAggregator
+    reporter: Reporters
+    contributors: Contributors
+    keeper: CheckpointKeeper | None  # None: keep no checkpoints
+    uploader: HubUploader | None  # None: upload none
+    args: Any  # TrainingMonitorArguments of run_training_monitor.py
+    adviser: Adviser
 
-    def __init__(
-        self,
-        peer: Peer,
-        run_id: str,
-        aggregator: MetricsAggregator,
-        reporter: Reporters,
-        contributors: Contributors,
-        keeper: CheckpointKeeper | None,
-        uploader: HubUploader | None,
-        args,
-        adviser: Adviser,
-    ):
-        self.peer, self.run_id, self.aggregator, self.reporter = peer, run_id, aggregator, reporter
-        self.contributors, self.keeper, self.uploader, self.args = contributors, keeper, uploader, args
-        self._adviser = adviser
+    def __post_init__(self):
         self._client_mode_alarm = ClientModeAlarm()
-        self._progress_log = ProgressLog(aggregator.target_batch_size, contributors.find_name)
-        self._newest_step = aggregator.last_reported_step
-        self._leaders_shown_at = contributors.step
+        self._progress_log = ProgressLog(self.aggregator.target_batch_size, self.contributors.find_name)
+        self._newest_step = self.aggregator.last_reported_step
+        self._leaders_shown_at = self.contributors.step
 
     def refresh(self, page: str | None = None, downloads: bool = True) -> None:
         """Read the DHT once: report the completed steps, and update checkpoints, uploads and the monitor's status.
@@ -211,7 +204,7 @@ class TrainingMonitor:
     def _report(self, reports: list[StepReport]) -> None:
         shares = parse_shares(self._read("rounds")) if reports else {}
         rounds = {name: round(share, 4) for name, share in shares.items()}
-        if (advice := self._adviser.advise(shares.get("averaging"))) is not None:
+        if (advice := self.adviser.advise(shares.get("averaging"))) is not None:
             logger.warning(advice)
         for report in reports:
             if report.step <= self._newest_step:
@@ -237,6 +230,6 @@ class TrainingMonitor:
             return
         self._leaders_shown_at = step
         samples = sum(contributor.samples for contributor in self.contributors.top(len(self.contributors)))
-        logger.info(f"{samples:,} samples in all{self._adviser.estimate_end(step)}")
+        logger.info(f"{samples:,} samples in all{self.adviser.estimate_end(step)}")
         logger.info(format_leaderboard(self.contributors))
         self.reporter.report_table("contributors", TABLE_COLUMNS, build_table(self.contributors), step)

@@ -257,7 +257,7 @@ def test_round_averages_gradients_and_parameters_by_their_weights():
         assert torch.allclose(parameters, torch.tensor(1.01))
         assert torch.equal(gradient, group.outputs[0][0])
     assert [received(member) for member in group.members] == [1.0] * 3
-    assert not any(member.violations() | member.excesses() for member in group.members)
+    assert not any(member.violations | member.excesses() for member in group.members)
     first, second, third = group.ids
     assert group.members[0].weights() == {first: 1.0, second: 3.0, third: 2.0}
 
@@ -497,7 +497,7 @@ def test_sender_of_what_no_honest_peer_sends_is_left_out(change, monkeypatch):
     group, deserialized = average_with(of_kind(averaging_pb2.PART_FOR_AVERAGING, change), monkeypatch)
     assert {entry[::2] for entry in deserialized} == {("float32", 0)}
     for member, (gradient, parameters) in list(zip(group.members, group.outputs, strict=True))[:2]:
-        assert list(member.violations()) == [group.ids[2]] and received(member) > 0.65
+        assert list(member.violations) == [group.ids[2]] and received(member) > 0.65
         first_of_reducer = change is repeat  # its first part is as it should be
         assert first_of_reducer or torch.allclose(gradient[:100], torch.tensor((1 + 3 * 2) / 4 * 1e-3))
         assert parameters.isfinite().all() and parameters.min() >= 1.0 and parameters.max() <= 1.02
@@ -508,7 +508,7 @@ def test_sender_of_too_large_values_moves_nobody_far_and_is_not_banned(change, m
     """Others could bring about that its values are too large beside theirs."""
     group, _ = average_with(of_kind(averaging_pb2.PART_FOR_AVERAGING, change), monkeypatch)
     for member, (gradient, parameters) in list(zip(group.members, group.outputs, strict=True))[:2]:
-        assert not member.violations() and list(member.excesses()) == [group.ids[2]] and received(member) == 1
+        assert not member.violations and list(member.excesses()) == [group.ids[2]] and received(member) == 1
         assert gradient.norm() < 2.5 and (parameters - 1).abs().max() < 0.5
         if change is overweight:  # it counts for the 100 samples of the bound
             assert torch.allclose(gradient[:100], torch.tensor((1 + 3 * 2 + 100 * 3) / 104 * 1e-3))
@@ -518,7 +518,7 @@ def test_sender_of_too_large_values_moves_nobody_far_and_is_not_banned(change, m
 def test_reducer_of_too_large_values_moves_nobody_far_and_is_not_banned(value, monkeypatch):
     group, _ = average_with(of_kind(averaging_pb2.AVERAGED_PART, fill(value)), monkeypatch)
     for member, own, (gradient, parameters) in list(zip(group.members, group.inputs, group.outputs, strict=True))[:2]:
-        assert not member.violations() and list(member.excesses()) == [group.ids[2]]
+        assert not member.violations and list(member.excesses()) == [group.ids[2]]
         assert torch.allclose(gradient[:100], torch.tensor((1 + 3 * 2 + 2 * 3) / 6 * 1e-3))
         assert gradient.norm() < 4.5
         if value > 1:
@@ -535,7 +535,7 @@ def test_member_whose_parameters_are_far_from_those_of_most_knows_it(number, far
     bounds = Bounds(weight=100.0, gradient_norm=1.0, parameter_step=0.001)
     group, _ = average(lambda: Group([FAST, FAST / 20, FAST][:number], tensors=tensors, bounds=bounds))
     assert [member for member in range(number) if group.members[member].is_far] == far
-    assert not any(member.violations() for member in group.members)
+    assert not any(member.violations for member in group.members)
 
 
 @pytest.mark.parametrize("change", [expand, enlarge, recompress, demand_gradient, fill(math.nan)])
@@ -547,7 +547,7 @@ def test_reducer_that_answers_what_no_honest_peer_answers_has_failed(change, mon
         gradient, parameters = outputs
         assert torch.allclose(gradient[:100], torch.tensor((1 + 3 * 2 + 2 * 3) / 6 * 1e-3))
         assert torch.equal(parameters[-100:], own[1][-100:]), "what it reduces stays"
-        assert list(member.violations()) == [group.ids[2]]
+        assert list(member.violations) == [group.ids[2]]
 
 
 def test_pseudo_gradients_are_bounded_by_each_other():
@@ -564,7 +564,7 @@ def test_pseudo_gradients_are_bounded_by_each_other():
     honest = [0, 1, 3]
     for number in honest:
         assert torch.allclose(group.outputs[number][0], torch.tensor(expected), rtol=1e-3)
-        assert list(group.members[number].excesses()) == [group.ids[2]] and not group.members[number].violations()
+        assert list(group.members[number].excesses()) == [group.ids[2]] and not group.members[number].violations
 
 
 @pytest.mark.parametrize("name", COMPRESSIONS)
@@ -580,7 +580,7 @@ def test_honest_average_is_accepted_with_every_compression(name):
     group, _ = average(
         lambda: Group([FAST, FAST / 20, FAST], compression=name, tensors=tensors, part_size_bytes=20000)
     )
-    assert not any(member.violations() | member.excesses() for member in group.members)
+    assert not any(member.violations | member.excesses() for member in group.members)
     assert [received(member) for member in group.members] == [1.0] * 3
 
 
@@ -625,7 +625,7 @@ def test_members_that_lack_parameters_receive_them_from_the_others(silent):
     assert all(member.received_fraction(TensorRole.PARAMETER) is None for member in others)
     for own, outputs in list(zip(group.inputs, group.outputs, strict=True))[1:]:
         assert torch.equal(outputs[1], own[1])
-    assert not any(member.violations() | member.excesses() for member in group.members)
+    assert not any(member.violations | member.excesses() for member in group.members)
 
 
 def equal_but_first(number: int) -> list[torch.Tensor]:
