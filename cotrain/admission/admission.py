@@ -1,10 +1,8 @@
 """Admission: in an invitation-only run, each service of a peer communicates with invited peers only.
 
 `InvitedP2P` checks the other end of each call, in both directions, below the DHT and the averagers. hivemind's
-authorizer covers the DHT only (https://github.com/learning-at-home/hivemind/issues/253). libp2p has authenticated the
-remote peer ID; the token of the peer is missing, see `cotrain.admission.invitations`. The first call between a
-process and a peer requests the token over the existing connection, which also works with peers in client mode. Later
-calls look the token up.
+authorizer covers the DHT only (https://github.com/learning-at-home/hivemind/issues/253). libp2p authenticates the
+remote peer ID; the first call between a process and a peer requests its token, see `cotrain.admission.invitations`.
 """
 
 import asyncio

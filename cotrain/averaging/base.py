@@ -24,8 +24,7 @@ logger = get_logger(__name__)
 def switch_to_safe_loop() -> asyncio.AbstractEventLoop:
     """Install hivemind's event loop, with a strong reference to each task until the task is done.
 
-    asyncio keeps only weak references to tasks. Nothing else references a round that waits for its trigger. Once the
-    garbage collector has taken the round, the peer finds no group until it is restarted.
+    asyncio keeps only weak references to tasks, and nothing else references a round that waits for its trigger.
     """
     loop, tasks = switch_to_uvloop(), set()
 
@@ -72,9 +71,8 @@ class SafeAverager(DecentralizedAverager):
     def run(self) -> None:
         """Serve this averager, in its process, with one OpenMP thread per caller.
 
-        By default each of up to 32 threads would start as many OpenMP threads as the machine has cores. One thread
-        also avoids a deadlock: of 70 processes that were forked while another thread computed with two OpenMP threads,
-        4 hung in their first operation; of 240 with this limit, none.
+        By default each of up to 32 threads would start one for each core. Of 70 processes that were forked while
+        another thread computed with two, 4 hung in their first operation; of 240 with this limit, none.
         """
         torch.set_num_threads(1)
         self._inner_pipe = Inbox(self._inner_pipe, self.beats)
@@ -83,10 +81,8 @@ class SafeAverager(DecentralizedAverager):
     async def _keep_stream_open(self, messages: AsyncIterator[Message]) -> AsyncIterator[Message]:
         """Forward all messages, then give the caller time to close the stream.
 
-        When a handler ends, libp2p's daemon closes its stream for reading, then for writing. The first close wakes the
-        daemon's reader, which takes it for an error and may reset the stream before the second close is done. The
-        caller's daemon then discards the messages that it has not delivered yet. One round in some 700 lost its
-        results this way.
+        When a handler ends, libp2p's daemon closes its stream for reading, which its reader takes for an error. It may
+        then reset the stream, and the caller's daemon discards undelivered messages: in one round of some 700.
         """
         has_sent = False
         async for message in messages:

@@ -51,9 +51,8 @@ class StateDownload:
 
     Order: donors with a credible step first, highest step first. The other donors follow only if none of these has
     sent metadata with a credible step. A step is credible up to EPOCH_SLACK above `credible_epoch` (progress reports
-    lag), plus one per second since the query: no run takes more than one step per second.
-
-    A state that most of up to NUM_COMPARED other donors contradict is used only if no donor has a better one.
+    lag), plus one per second since the query: no run takes more than one step per second. A state that most of up to
+    NUM_COMPARED other donors contradict is used only if no donor has a better one.
 
     Time: all donors are dialed in advance, MAX_DIALS at a time. While other reachable donors are left, a donor may be
     silent for a quarter of the remaining time, and is abandoned once it would need, at its mean rate, more than three

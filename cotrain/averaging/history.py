@@ -1,8 +1,7 @@
 """Marks of a run's history, and which of two histories a trainer follows.
 
-Trainers that were apart, as during the outage of a link, have taken different steps under the same numbers. The ID of
-a complete round that averaged the parameters is a mark: its members were equal after it. Each progress report, state
-and checkpoint carries the newest marks.
+The ID of a complete round that averaged the parameters is a mark: its members were equal after it. Each progress
+report, state and checkpoint carries the newest marks.
 """
 
 import itertools

@@ -25,15 +25,12 @@ class LocalUpdatesOptimizer(CollaborativeOptimizer):
     The outer optimizer is the one of CollaborativeOptimizer. It holds the parameters of the last global step (theta)
     on the CPU. The model has theta plus the local updates of this peer. A round averages theta, and the
     pseudo-gradients of the peers: theta minus the parameters of the model, weighted by samples. The outer optimizer
-    takes its step with their average.
+    takes its step with their average. A peer that missed a round receives theta of the others in a later round.
 
     With `delay_grad_averaging` the local steps continue during the round, and count in the next one. Without it the
-    main thread waits at the end of a local step while a round is due or runs. The round does not wait for the local
-    step: a peer with long local steps contributes the finished ones. A peer that missed a round receives theta of the
-    others in a later round, and keeps its local updates.
+    main thread waits at the end of a local step while a round is due or runs. The round waits for no local step.
 
-    The statistics of the inner optimizer are never sent. A newcomer begins without them, and its learning rate rises
-    over INNER_WARMUP_STEPS.
+    The statistics of the inner optimizer are never sent: a newcomer begins without them.
 
     :param inner_params: parameter groups of the model, in the order of `params`
     :param inner_optimizer, inner_scheduler: build the inner optimizer for them, and its schedule over global steps

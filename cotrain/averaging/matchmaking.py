@@ -4,9 +4,7 @@ Every peer ranks the roster of a step in the same order. The peer asks the first
 the next one only if the first cannot be reached. Each step has a separate key, so peers of different steps never meet.
 A peer that is asked before it has reached the step holds the request until then. The leader begins when the step is
 due and all peers of the roster have asked, or `min_matchmaking_time` after the step was due.
-
-hivemind's matchmaking (hivemind/averaging/matchmaking.py) knows neither the step nor the peers. It always waits for
-the whole `min_matchmaking_time`, forms several groups when peers are late, and accepts peers of any step.
+hivemind/averaging/matchmaking.py knows neither the step nor the peers.
 """
 
 import asyncio

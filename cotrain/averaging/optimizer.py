@@ -46,8 +46,8 @@ MAX_FAILED_LOADS = 3  # before peers that claim a step without any offered state
 def use_one_core() -> None:
     """Limit the calling thread to one OpenMP thread.
 
-    With more OpenMP threads in a process than cores, GNU's library puts idle ones to sleep. Each operation of the main
-    thread then has to wake them, which took 12 to 47 % of the speed of a trainer on two cores.
+    With more OpenMP threads than cores, GNU's library puts idle ones to sleep. Waking them for each operation of the
+    main thread took 12 to 47 % of the speed of a trainer on two cores.
     """
     torch.get_num_threads()  # torch sets the limit of a thread at its first use
     threadpool_limits(1, user_api="openmp")
@@ -537,8 +537,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
     def _follow_clients(self, rival: PeerProgress) -> bool:
         """Join trainers that are all in client mode and thus offer no state; False if one is not.
 
-        This peer takes part in their rounds, and receives their parameters there. Only a newcomer does: what it is
-        told may be a lie, and it has nothing to lose.
+        Only a newcomer does, which has nothing to lose by a lie. It receives their parameters in their rounds.
         """
         others = [rival, *self.tracker.alive(self.tracker.other_trainers)]
         if self.local_epoch > 0 or not all(progress.client_mode for progress in others):

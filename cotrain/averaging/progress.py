@@ -3,9 +3,7 @@
 Each trainer publishes a signed record under `{run_id}_training_progress`, which `SafeDHT` spreads over several keys:
 the newest steps that it has begun and completed, the samples for the next one, and how far its parameters are from the
 others', see progress_record.py.
-
-Adapted from hivemind/optim/progress_tracker.py, which believes every claim of a later step, extrapolates from old
-reports without limit, and, while it reads the DHT, holds a lock that the training thread needs.
+Adapted from hivemind/optim/progress_tracker.py, which believes every claim of a later step.
 """
 
 import math
@@ -109,11 +107,7 @@ class ProgressTracker(threading.Thread):
         self._report_soon(self._report_period())
 
     def _report_period(self) -> float:
-        """Return the seconds between two reports of samples.
-
-        The other peers extrapolate this peer's samples by its rate, once it is known. They need the number only when
-        the step is near.
-        """
+        """Return the seconds between two reports of samples, which the other peers extrapolate between them."""
         if self.performance_ema.num_updates <= MIN_RATE_UPDATES:  # no report has had the rate yet
             return self.args.min_refresh_period
         return max(self.args.min_refresh_period, REPORT_FRACTION * self.seconds_to_step)

@@ -1,7 +1,6 @@
 """What a member of a round reduces: its parts of the tensors, averaged over all members, on time.
 
-A part is closed once each sender has delivered it or is too late. All members then receive its average, also one whose
-values came too late. A member on a slow link thereby delays nobody for long, and still receives what it can.
+A part is closed once each sender has delivered it or is too late. All members then receive its average.
 """
 
 import asyncio

@@ -195,11 +195,8 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         """Return a copy of the state for peers that download it. Downloads share it until the state changes.
 
         The copy is on the disk: with a model of 1 billion parameters and float16 it has 6 GB. hivemind sends the live
-        tensors: a long download would mix two steps.
-
-        Second moments, which the optimizer names, are sent as their roots. Most are below 6e-8 and would become 0 in
-        float16. The update divides by their roots, which float16 represents with an error of 0.05 % or 3e-8, less than
-        the optimizer's epsilon.
+        tensors: a long download would mix two steps. Second moments, which the optimizer names, are sent as their
+        roots: most are below 6e-8, and would become 0 in float16. The error of the roots is 0.05 % or 3e-8.
         """
         with self.frozen_state() as (metadata, tensors):
             if (copy := self._copy) is None:
@@ -336,8 +333,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     def check_state(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> None:
         """Check that a state has a step, this peer's shapes and optimizer, and finite values.
 
-        Scalar statistics are counts and norms: a negative step count would make the next update NaN, as a negative
-        second moment would.
+        A negative scalar statistic, such as a step count, or second moment would make the next update NaN.
 
         :raises StateLoadError: if the state does not fit
         """

@@ -12,8 +12,7 @@ import torch
 class StoredTensors:
     """Tensors in a file without a name: it is removed when the last process that has it open ends.
 
-    The file is in the page cache, which the system frees when it needs memory, after it has written it to the disk. A
-    pickled object names the file, and is to be loaded once, by another process while this one runs.
+    A pickled object names the file, and is to be loaded once, by another process while this one runs.
 
     :param tensors: on the CPU; each is written before the next one is taken
     :param folder: of the file, on a disk; None: that for temporary files, which may be in memory

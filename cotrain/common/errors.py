@@ -82,8 +82,7 @@ def report_uncaught_errors() -> None:
 class LastingFile(io.FileIO):
     """Standard output or error of a script that may outlive its reader: a terminal, or `tee` after Ctrl-C.
 
-    What cannot be written is dropped: an error would end the training, or replace the exit code. On stdout a full disk
-    is an error.
+    What cannot be written is dropped. On stdout a full disk is an error.
     """
 
     def write(self, data: bytes) -> int:

@@ -68,8 +68,7 @@ class JsonFile:
 class JsonLinesFile:
     """A file with one JSON object per line, which is on disk (fsync) when `write` returns.
 
-    If a write fails (a full disk), lines are kept in memory and written first at the next one. The lines of the
-    125 000 steps of a run are 25 MB.
+    If a write fails (a full disk), lines are kept in memory (25 MB for 125 000 steps) and written first at the next.
 
     :param max_bytes: size at which a file of less worth becomes NAME.1. Its lines are neither synced nor kept
     """

@@ -147,9 +147,8 @@ class StopSignal:
     Before `defer` is called, the script has nothing to finish, and the first signal ends it with exit code 0. `grace`
     seconds after the first signal the process is ended. A SIGHUP that is ignored (nohup) stays ignored.
 
-    A handler in Python runs only when the main thread leaves a call of C, which may take for ever. So a thread does
-    what must happen: Python's handler in C writes the number of each signal to a pipe that this thread reads
-    (`signal.set_wakeup_fd`).
+    A handler in Python runs only when the main thread leaves a call of C. So a thread does what must happen: Python's
+    handler in C writes the number of each signal to its pipe (`signal.set_wakeup_fd`).
     """
 
     def __init__(self, grace: float = 12.0):
@@ -228,8 +227,7 @@ def _say(line: str) -> None:
 class Watchdog(PeriodicThread):
     """Ends the process with a message and exit code TEMPORARY when a child has died or hangs, or when it hangs itself.
 
-    hivemind waits for answers of its children without a timeout, and a send blocks once the pipe to a child is full.
-    So the main thread may be blocked forever.
+    hivemind waits for answers of its children without a timeout: the main thread may be blocked forever.
 
     :param children: each has `beats`, a shared counter that its event loop increments at least every three seconds
     :param longest_wait: seconds between two calls of `record_work` after which the process hangs. The time that the

@@ -1,8 +1,7 @@
 """The run of an output folder.
 
-Files of a run have the same names in every output folder, and a folder is often used again: volunteers of several runs
-all have `outputs`. So a folder belongs to one run at a time. What another run has left in it is moved to
-`other-runs/RUN_ID` inside, and back once a peer of that run starts again.
+A folder belongs to one run at a time: volunteers of several runs all have `outputs`. What another run has left in it
+is moved to `other-runs/RUN_ID` inside, and back once a peer of that run starts again.
 """
 
 import contextlib

@@ -59,16 +59,11 @@ class ExtensibleRecord(pydantic.BaseModel):
 class LocalMetrics(ExtensibleRecord):
     """Metrics of one trainer for one global step. The first five fields are the record of hivemind's ALBERT example.
 
-    The record of the newest step has these alone; the history also has the others.
+    The record of the newest step has these alone; the history also has the others. Further metrics come after these
+    and are optional, so that peers without them stay in the run.
 
-    Further metrics come after these and are optional, so that peers without them stay in the run.
-
-    `combine` of a field says how the values of the peers are aggregated for a step:
-
-    - "sum": the sum over the peers;
-    - "mean": the mean weighted by samples, of each value divided by the field `per` if there is one;
-    - "maximum": the maximum over the peers;
-    - "median": the median over the peers.
+    `combine` of a field is the rule by which the values of the peers are aggregated for a step: "sum", "maximum",
+    "median", or "mean", weighted by samples, of each value divided by the field `per` if there is one.
 
     `loss` is the sum of the losses of `mini_steps` micro-batches; `samples_accumulated` are those that the step used;
     `time` is when the step ended.

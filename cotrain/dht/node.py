@@ -41,8 +41,8 @@ WITHOUT_RELAYS = Path(__file__).with_name("without_relays.json")
 class RelayedP2P(P2P):
     """libp2p's daemon, restricted to the given relays, with direct connections to other peers behind NAT if possible.
 
-    hivemind leaves the discovery of relays on. libp2p then uses no relay until it has found four candidates or three
-    minutes have passed. It waits as long for a relay that is given with two addresses, which it counts as two.
+    hivemind leaves the discovery of relays on: libp2p then uses no relay until it has found four candidates or three
+    minutes have passed, as if a relay is given with two addresses, which it counts as two.
 
     Without relays the daemon needs a file: its flag can only switch them on, and they are on by default.
     """
@@ -117,8 +117,7 @@ async def close_relayed_connections(p2p: P2P, delay: float = 4.0) -> None:
 class Inbox:
     """A process's end of the pipe for calls. Counts the beats of its event loop, which polls every three seconds.
 
-    Skips calls of processes that have died since. Averagers call the DHT until they end, and a call names the socket
-    at which its sender waits for the answer.
+    Skips calls of processes that have died since: a call names the socket at which its sender waits for the answer.
 
     :param beats: shared counter, see Watchdog
     """
@@ -142,10 +141,9 @@ class Inbox:
 class DHTProtocol(dht_protocol.DHTProtocol):
     """hivemind's, which believes a node that claims when its answer expires.
 
-    A dictionary expires when the newest of its records does. With an empty one that never expires, a single node ended
-    each search for a key, and hid the records of all others. The name is part of the protocol.
-
-    hivemind also drops a whole answer for one record that is refused. Here only that record is dropped.
+    A dictionary expires when the newest of its records does. With an empty one that never expires, a single node hid
+    the records of all others. Of an answer only the records that are refused are dropped, not, as by hivemind, all.
+    The name is part of the protocol.
     """
 
     def _validate_dictionary(self, key_bytes: bytes, dictionary: DictionaryDHTValue) -> bool:
@@ -191,8 +189,7 @@ class SafeDHT(DHT):
     """hivemind.DHT that survives the death of a process that has called it, and spreads the progress reports.
 
     Each report is under one of NUM_BUCKETS keys, which follows from its subkey, and a read merges them. With one key,
-    five nodes had all the traffic of 100 peers, and each store of a report fetched all others: hivemind's answer to a
-    search for the nodes that store a key has its value.
+    five nodes had all the traffic of 100 peers, and each store of a report fetched all others.
 
     Found values are not cached: all reads are of the newest ones, and a node with a copy would send it in each answer.
     """

@@ -109,9 +109,7 @@ class RunValidator(CompositeValidator):
     memory nor take the place of others. The owner tag is required under any key: hivemind accepts records without one,
     and a record without a subkey makes nodes refuse all records with a subkey under its key until it expires.
 
-    A peer that reads a dictionary receives each record in it from each node that it asks. With 16 peers, validating
-    them took 60 % of the DHT's time.
-
+    A reader receives each record from each node that it asks: with 16 peers, validating took 60 % of the DHT's time.
     `MAX_SUBKEYS` records of the largest size fit into one answer of 4 MiB; otherwise no peer could read the
     dictionary. Records are counted after all checks: refused ones take up no room.
 

@@ -13,20 +13,17 @@ was alive at a step if it has reported this one or an earlier one, and this one 
 
 **Complete steps.** A step is reported, in ascending order, once half of the peers that take part have reported it or a
 later one, and the others have done so, too, or had `settle_time` to follow. Steps more than `MAX_SPREAD` ahead of the
-slower half wait: one peer, however far ahead, neither advances the run nor holds it back. A peer that left after an
-unreported step still counts: the slowest peer, alone at the end of a run, may never take that step.
+slower half wait. A peer that left after an unreported step still counts: the last one may never take that step.
 
 **Going back.** A run that lost all its trainers continues from a checkpoint and repeats the steps since then. Peers
 with a step behind the reported one that have contributed to no report are newcomers. Once there are only newcomers,
 the aggregator goes back and reports their steps from their first one on, so that a repeated step has two reports. If
-newcomers are only in the majority, it does so after `settle_time`. So a lie of the first peer costs no steps: nobody
-contradicts it at first, but the honest peers that follow are newcomers.
+newcomers are only in the majority, it does so after `settle_time`. So a lie of the first peer costs no steps.
 
-**Limits.** A vote costs no more than a key pair. Byzantine peers that outnumber the honest ones (two against one)
-decide the global step, and the steps that they skip are lost. One against one, a Byzantine peer is believed up to
-`MAX_SPREAD` steps ahead. A jump of more than `MAX_JUMP` steps must be visible for `settle_time`, and the global step
-grows by at most `MAX_STEPS_PER_SECOND`. The loss and the speed of a peer are self-reported: their weight is bounded,
-see `StepReport`, their values are not.
+**Limits.** Byzantine peers that outnumber the honest ones (two against one) decide the global step, and the steps that
+they skip are lost. One against one, a Byzantine peer is believed up to `MAX_SPREAD` steps ahead. A jump of more than
+`MAX_JUMP` steps must be visible for `settle_time`, and the global step grows by at most `MAX_STEPS_PER_SECOND`. The
+weight of a peer's loss and speed is bounded, see `StepReport`; their values are not.
 """
 
 import math

@@ -43,8 +43,7 @@ MAX_LEAD = MAX_JUMP
 class CheckpointKeeper:
     """Downloads the training state from trainers, writes checkpoints, and offers the newest one to joining trainers.
 
-    Trainers download the state of the highest step offered: the checkpoint if all trainers were killed or cannot be
-    reached. So a run survives a night without trainers and loses only the steps since the checkpoint.
+    Trainers download the state of the highest step offered: so a run survives a night without trainers.
 
     :param args: TrainingMonitorArguments of run_training_monitor.py
     """

@@ -3,9 +3,8 @@
 A tracker that hangs or fails causes one warning and neither delays nor ends the caller. The x-axis is the global step,
 and a restarted monitor continues the same curves. Files are written to the output folder, unless the environment
 variables of the dashboard name another place.
-
-Not supported are accelerate's trackers for Comet, ClearML and SwanLab, which also record the monitor's code, packages
-or host, and for Aim: with the pinned packages, values tracked by aim 3.29 could not be read back.
+Not supported are Comet, ClearML and SwanLab, which also record the monitor's code, packages or host, and Aim, whose
+values could not be read back with the pinned packages.
 """
 
 import logging

@@ -27,9 +27,8 @@ MAX_CORRECTION = 27 * 3600.0  # seconds; a wrong time zone is 26 hours off. With
 class BootstrapRedialer(PeriodicThread):
     """Dials the initial peers every `longest_period` seconds, and more often while one of them does not answer.
 
-    hivemind forgets a peer that was unreachable. Without redialing, a monitor restarted at the same address would know
-    no other peer, and the next trainer that joins through it would start a second run, at step 0 or at the monitor's
-    last checkpoint.
+    hivemind forgets a peer that was unreachable: the next trainer that joins through a restarted monitor would start a
+    second run.
     """
 
     def __init__(self, dht: DHT, initial_peers: Sequence[str], longest_period: float = 10.0):
@@ -68,9 +67,7 @@ def set_run_clock(dht: DHT, initial_peers: Sequence[str], timeout: float = 5.0) 
 
 
 async def _redial(_dht: DHT, node: DHTNode, maddrs: Sequence[str], timeout: float) -> list[float | None]:
-    """Connect to each address and ping the peer, which then adds this peer to its routing table.
-
-    Runs in the DHT process.
+    """Connect to each address and ping the peer, which then adds this peer to its routing table. In the DHT process.
 
     :param timeout: seconds for each peer
     :returns: the seconds by which each peer's clock of the run is ahead of this peer's; None if it does not answer

@@ -116,11 +116,9 @@ class RunConfig:
 
 
 def check_safe(settings: Mapping[str, Setting]) -> None:
-    """Check what a stranger could misuse: the name of the model and the address of the data.
+    """Raise UserError for a name of the model, or an address of the data, that a stranger could misuse.
 
     Where they lead is checked when they are used, by `load_config` and `GuardedAdapter`.
-
-    :raises UserError: if a value is not safe
     """
     model = settings.get("model_name_or_path")
     if model is not None and not (is_inline(str(model)) or is_published_name(str(model))):

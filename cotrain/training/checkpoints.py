@@ -99,8 +99,7 @@ def restore_newest(folder: Path, run_id: str, averager: TrainingStateAverager) -
 def rotate_checkpoints(newest: Path, keep: int, keep_hourly: int = 0) -> None:
     """Remove old checkpoints after `newest` has been written, and set those of later steps aside.
 
-    Checkpoints of later steps are of a history that the run has left, by a rollback or for another side of the run.
-    They would be the newest for ever.
+    These are of a history that the run has left, and would be the newest for ever.
 
     :param keep: number of checkpoints to keep, and of those set aside
     :param keep_hourly: also keep the first checkpoint of each of this many hours before

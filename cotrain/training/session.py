@@ -105,11 +105,9 @@ class TrainingSession:
         self.introduce(leaving=False)
 
     def _load_newest_state(self) -> bool:
-        """Download the newest state; retry while trainers report a later step than ours.
+        """Download the newest state; retry while trainers report a later step. Return whether a state was loaded.
 
         A single trainer that reports a later step may be lying. It is not waited for after MAX_JOIN_ATTEMPTS.
-
-        :returns: whether a state was loaded
         """
         tracker = self.optimizer.tracker
         deadline = time.monotonic() + self.args.load_state_timeout
