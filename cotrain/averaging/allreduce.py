@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from itertools import chain
 from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
 
@@ -92,58 +92,50 @@ class Delivery:
         return self.failed * 2 > self.receivers
 
 
+@dataclass(eq=False, kw_only=True)
 class AllReduce:
-    """One round of all-reduce at one member.
+    """One round of all-reduce at one member."""
 
-    :param blocks: the gradients, and the parameters if they are averaged or given in this round
-    :param weight, parameter_weight: averaging weights of this peer's gradients, which is its samples, and parameters
-    :param compression: a compression for each role
-    :param sender_timeout: seconds between two messages of a sender, and before its first one
-    :param reducer_timeout: seconds between two answers of a reducer
-    :param timeout: seconds for the whole round
-    :param upload: bytes per second at which this peer sends its values, if its link is slow. They would fill the send
-      buffers otherwise, in which the acknowledgements of what it receives wait, too
-    """
+    p2p: P2P
+    servicer_type: type[ServicerBase]
+    prefix: str
+    group_id: bytes
+    peer_ids: Sequence[PeerID]
+    blocks: InitVar[Sequence[Block]]  # the gradients, and the parameters if they are averaged or given in this round
+    weight: float  # averaging weight of this peer's gradients, which is its samples
+    parameter_weight: float  # averaging weight of its parameters
+    bounds: InitVar[Bounds]
+    compression: InitVar[CompressionBase]  # a compression for each role
+    part_size_bytes: InitVar[int]
+    sender_timeout: float  # seconds between two messages of a sender, and before its first one
+    reducer_timeout: float  # seconds between two answers of a reducer
+    timeout: float  # seconds for the whole round
+    # Bytes per second at which this peer sends its values, if its link is slow. They would fill the send buffers
+    # otherwise, in which the acknowledgements of what it receives wait, too
+    upload: float = math.inf
 
-    def __init__(
-        self,
-        *,
-        p2p: P2P,
-        servicer_type: type[ServicerBase],
-        prefix: str,
-        group_id: bytes,
-        peer_ids: Sequence[PeerID],
-        blocks: Sequence[Block],
-        weight: float,
-        parameter_weight: float,
-        bounds: Bounds,
-        compression: CompressionBase,
-        part_size_bytes: int,
-        sender_timeout: float,
-        reducer_timeout: float,
-        timeout: float,
-        upload: float = math.inf,
+    def __post_init__(
+        self, blocks: Sequence[Block], bounds: Bounds, compression: CompressionBase, part_size_bytes: int
     ):
-        self._p2p, self._servicer_type, self._prefix = p2p, servicer_type, prefix
-        self.peer_id, self.group_id, self.peer_ids = p2p.peer_id, group_id, peer_ids
+        self.peer_id, peer_ids = self.p2p.peer_id, self.peer_ids
         self._others = [peer_id for peer_id in peer_ids if peer_id != self.peer_id]
-        self.sender_timeout, self.reducer_timeout, self.timeout = sender_timeout, reducer_timeout, timeout
-        self._weight, self._parameter_weight = max(weight, MIN_WEIGHT), max(parameter_weight, MIN_WEIGHT)
+        self.weight, self.parameter_weight = max(self.weight, MIN_WEIGHT), max(self.parameter_weight, MIN_WEIGHT)
         self._answer_bounds = replace(
             bounds, gradient_norm=NORM_TOLERANCE * bounds.gradient_norm, parameter_change=ANSWERED_CHANGE
         )
-        cuts = [block.cut(compression, part_size_bytes, int.from_bytes(group_id, "big")) for block in blocks]
+        cuts = [block.cut(compression, part_size_bytes, int.from_bytes(self.group_id, "big")) for block in blocks]
         parts = {peer_id: list(chain(*of_peer)) for peer_id, *of_peer in zip(peer_ids, *cuts, strict=True)}
         self._takers = {peer_id for block in blocks for peer_id in block.takers or ()}
         self._parts = parts  # of each reducer; those that are given come last
         sent = [part for peer_id in self._others for part in parts[peer_id] if not part.is_given]
         num_bytes = sum(part.own.nbytes * part.compression.estimate_compression_ratio(part.info) for part in sent)
-        self._upload, self._may_send_at = upload if num_bytes > PACED_SECONDS * upload else math.inf, 0.0
+        self._upload = self.upload if num_bytes > PACED_SECONDS * self.upload else math.inf
+        self._may_send_at = 0.0
         # The parts whose averages this peer receives from each reducer
         self._answers = {
             peer_id: [part for _, part in self._answers_for(self.peer_id, parts[peer_id])] for peer_id in peer_ids
         }
-        timeouts = sender_timeout, REDUCE_FRACTION * timeout
+        timeouts = self.sender_timeout, REDUCE_FRACTION * self.timeout
         self.reducer = Reducer(parts[self.peer_id], self._others, self._weight_of, bounds, *timeouts)
         self.delivery = Delivery(len(self._others))
         self.was_late = False  # whether a reducer has closed a part without this peer's values
@@ -175,7 +167,7 @@ class AllReduce:
         return given + awaited
 
     def _weight_of(self, part: Part) -> float:
-        return self._weight if part.is_gradient else self._parameter_weight
+        return self.weight if part.is_gradient else self.parameter_weight
 
     def received_fraction(self, role: TensorRole) -> float | None:
         """Return the fraction of the elements whose average has arrived; None if the round has none."""
@@ -184,7 +176,7 @@ class AllReduce:
     def weights(self) -> dict[PeerID, float]:
         """Return the gradient weights of the members, known only if this peer reduces a gradient part."""
         reduces_gradients = any(part.is_gradient for part in self.reducer.parts)
-        own = {self.peer_id: self._weight} if reduces_gradients else {}
+        own = {self.peer_id: self.weight} if reduces_gradients else {}
         return own | self.reducer.weights
 
     def silent_reducers(self) -> set[PeerID]:
@@ -234,7 +226,7 @@ class AllReduce:
     async def _exchange(self, peer_id: PeerID) -> None:
         """Send this peer's values to a member that reduces them, and receive the averages."""
         try:
-            stub = self._servicer_type.get_stub(self._p2p, peer_id, namespace=self._prefix)
+            stub = self.servicer_type.get_stub(self.p2p, peer_id, namespace=self.prefix)
             async with asyncio.timeout(self.reducer_timeout):
                 stream = await stub.rpc_aggregate_part(self._outgoing(peer_id))
             async with aclosing(stream):  # see SafeAverager._keep_stream_open
@@ -267,7 +259,7 @@ class AllReduce:
 
         async for message in amap_in_executor(compress, self._open_parts(peer_id)):
             part = parts[message.tensor_part.chunks]
-            if part.keeps_rest and self._weight > MIN_WEIGHT and part not in self._untaken:
+            if part.keeps_rest and self.weight > MIN_WEIGHT and part not in self._untaken:
                 self._contributed[part] = message.tensor_part
             yield message
             now = time.monotonic()

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,6 +47,7 @@ class DoubtfulStepError(StateLoadError):
     """Raised if a state is of a later step than the run is known to be at."""
 
 
+@dataclass
 class StateDownload:
     """Asks donors in turn until one has delivered its state.
 
@@ -57,11 +59,13 @@ class StateDownload:
     Time: all donors are dialed in advance, MAX_DIALS at a time. While other reachable donors are left, a donor may be
     silent for a quarter of the remaining time, and is abandoned once it would need, at its mean rate, more than three
     quarters of the time that was left when it began.
-
-    :param min_epoch: oldest acceptable step
-    :param credible_epoch: newest step that the run is known to be at; None if unknown
-    :param marks: of the history that the state must be of
     """
+
+    averager: "TrainingStateAverager"
+    min_epoch: int  # oldest acceptable step
+    credible_epoch: int | None  # newest step that the run is known to be at; None if unknown
+    timeout: float  # seconds
+    marks: Marks = ()  # of the history that the state must be of
 
     MAX_ATTEMPTS = 3  # a newcomer that gives up too early would start a second run
     MAX_DIALS = 64
@@ -70,20 +74,11 @@ class StateDownload:
     EPOCH_SLACK = 2
     GRACE_SECONDS = 10.0  # before a donor's rate is judged
 
-    def __init__(
-        self,
-        averager: "TrainingStateAverager",
-        min_epoch: int,
-        credible_epoch: int | None,
-        timeout: float,
-        marks: Marks = (),
-    ):
-        self.marks = marks
-        self.averager, self.min_epoch, self.credible_epoch = averager, min_epoch, credible_epoch
+    def __post_init__(self):
         self.started = time.monotonic()
-        self.deadline = self.started + timeout
+        self.deadline = self.started + self.timeout
         # With a timeout of 600 s, 1000 unreachable donors take at most 320 s. Dialing through a relay takes 6 to 18 s.
-        self.dial_timeout = min(20.0, max(3.0, timeout / 20))
+        self.dial_timeout = min(20.0, max(3.0, self.timeout / 20))
         self._dials: dict[PeerID, asyncio.Task] = {}
         self._queue: deque[PeerID] = deque()  # donors that were not asked yet
         self._doubted: list[PeerID] = []

@@ -9,7 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 import torch
 from hivemind.compression import CompressionBase, CompressionInfo, TensorRole, deserialize_torch_tensor
@@ -108,34 +108,27 @@ class _Sum:
         self.weight += weight
 
 
+@dataclass(eq=False)
 class Reducer:
-    """Averages this peer's parts over all senders of a round.
+    """Averages this peer's parts over all senders of a round."""
 
-    :param senders: the other members that send their values
-    :param own_weight: returns the weight of this peer's values in a part
-    :param sender_timeout: seconds for the first message of a sender
-    :param timeout: seconds after which all parts are closed with what has arrived
-    """
+    parts: Sequence[Part]
+    senders: InitVar[Sequence[PeerID]]  # the other members that send their values
+    own_weight: Callable[[Part], float]  # returns the weight of this peer's values in a part
+    bounds: Bounds
+    sender_timeout: InitVar[float]  # seconds for the first message of a sender
+    timeout: InitVar[float]  # seconds after which all parts are closed with what has arrived
 
-    def __init__(
-        self,
-        parts: Sequence[Part],
-        senders: Sequence[PeerID],
-        own_weight: Callable[[Part], float],
-        bounds: Bounds,
-        sender_timeout: float,
-        timeout: float,
-    ):
-        self.parts, self.bounds, self._own_weight = parts, bounds, own_weight
-        self.num_awaited = sum(not part.is_given for part in parts)  # those that are given are the last ones
-        self.averages: list[asyncio.Future[Average]] = [asyncio.get_running_loop().create_future() for _ in parts]
+    def __post_init__(self, senders: Sequence[PeerID], sender_timeout: float, timeout: float):
+        loop, self._begun = asyncio.get_running_loop(), time.monotonic()
+        self.num_awaited = sum(not part.is_given for part in self.parts)  # those that are given are the last ones
+        self.averages: list[asyncio.Future[Average]] = [loop.create_future() for _ in self.parts]
         self.weights: dict[PeerID, float] = {}  # sender -> weight of its gradients
         self._senders = {sender: _Sender() for sender in senders}
         self._sums: dict[int, _Sum] = defaultdict(_Sum)
         self._outliers = OutlierFilter()
         self._excesses: dict[PeerID, str] = {}
         self._changed = asyncio.Event()
-        self._begun = time.monotonic()
         self._first_message_by, self._deadline = self._begun + sender_timeout, self._begun + timeout
 
     # What arrives
@@ -229,7 +222,7 @@ class Reducer:
 
     async def _average(self, index: int) -> Average:
         part, sums, loop = self.parts[index], self._sums.pop(index, _Sum()), asyncio.get_running_loop()
-        own, weight = part.own, self._own_weight(part)
+        own, weight = part.own, self.own_weight(part)
         if part.keeps_rest:
             own = deserialize_torch_tensor(await loop.run_in_executor(None, part.compress_own))
             if weight > MIN_WEIGHT:

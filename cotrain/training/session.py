@@ -6,6 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -37,41 +38,36 @@ from cotrain.training.checkpoints import TrainingState
 logger = get_logger(__name__)
 
 
+@dataclass
 class TrainingSession:
     """A trainer's part in the collaboration: join, report global steps, recover from NaN and Inf, leave.
 
     A training loop calls `join` first, `loss_meter.add` with the loss of each micro-batch, `after_local_step` after
     each local step, and `leave` at the end. `CollaborativeCallback` makes these calls for transformers' Trainer.
-
-    :param should_stop: returns whether training is to end; called after each local step
-    :param watchdog: learns of each local step
-    :param relay: publishes the settings of the run
     """
+
+    peer: Peer
+    optimizer: CollaborativeOptimizer
+    task: Task
+    model: torch.nn.Module
+    arguments: TrainerArguments
+    should_stop: Callable[[], bool]  # whether training is to end; called after each local step
+    watchdog: Watchdog = field(default_factory=lambda: Watchdog({}))  # learns of each local step
+    relay: RunConfigRelay | None = None  # publishes the settings of the run
 
     MAX_RECOVERIES = 3  # rollbacks without a global step in between
     MAX_JOIN_ATTEMPTS = 3  # downloads to try if only one trainer reports a later step
     MEETING_SECONDS = 30.0  # within which trainers that join at the same time read each other's first report
 
-    def __init__(
-        self,
-        peer: Peer,
-        optimizer: CollaborativeOptimizer,
-        task: Task,
-        model: torch.nn.Module,
-        args: TrainerArguments,
-        should_stop: Callable[[], bool],
-        watchdog: Watchdog | None = None,
-        relay: RunConfigRelay | None = None,
-    ):
-        self.peer, self.optimizer, self.task, self.model, self.args = peer, optimizer, task, model, args.collaboration
-        self.folder, self.num_checkpoints = Path(args.training.output_dir), args.training.save_total_limit
-        self.should_stop, self.watchdog = should_stop, watchdog or Watchdog({})
-        self.relay = relay or RunConfigRelay(peer, None, lifetime=0.0)
-        self.name = self.args.username or derive_name(str(peer.dht.peer_id))
-        shown = label(self.name, peer.dht.peer_id)
+    def __post_init__(self):
+        self.args, training = self.arguments.collaboration, self.arguments.training
+        self.folder, self.num_checkpoints = Path(training.output_dir), training.save_total_limit
+        self.relay = self.relay or RunConfigRelay(self.peer, None, lifetime=0.0)
+        self.name = self.args.username or derive_name(str(self.peer.dht.peer_id))
+        shown = label(self.name, self.peer.dht.peer_id)
         self.loss_meter = LossMeter()
-        self.status = StatusKeeper(self.folder, optimizer, self.args, shown, self.loss_meter, should_stop)
-        optimizer.round_log = JsonLinesFile(self.folder / "rounds.jsonl", max_bytes=16 * 2**20)
+        self.status = StatusKeeper(self.folder, self.optimizer, self.args, shown, self.loss_meter, self.should_stop)
+        self.optimizer.round_log = JsonLinesFile(self.folder / "rounds.jsonl", max_bytes=16 * 2**20)
         self.history: deque[LocalMetrics] = deque(maxlen=history_length())
         self.num_recoveries = 0
         self.joined_at = -math.inf
