@@ -194,15 +194,16 @@ def find_run_config(
     if not peer_args.initial_peers:
         return command_line.arguments, None, True, False
     setup_logging(peer_args.debug)
-    stated = command_line.stated
+    stated, run_id = command_line.stated, command_line.values.get("run_id")
     path, kept = RunConfig.load(command_line.arguments)
-    if kept is not None and command_line.values.get("run_id", kept.settings["run_id"]) != kept.settings["run_id"]:
+    if kept is not None and run_id not in (None, kept.settings["run_id"]):
         kept = None  # the folder was that of another run
     organiser = None if kept is None else kept.organiser
+    config = fault = None
     try:
-        config, fault = _visit(peer_args, organiser, command_line.values.get("run_id"), stop), None
+        config = _visit(peer_args, organiser, run_id, stop)
     except TemporaryError as error:
-        config, fault = None, error
+        fault = error
     if config is None and is_monitor and kept is not None:
         # Only if these peers had them: others may be of another run.
         config = kept if {organiser, kept.publisher} & set(map(peer_id_in, peer_args.initial_peers)) else None
