@@ -33,34 +33,25 @@ ADDRESS = {"Fn::Select": [3, {"Fn::Split": ['"', {"Fn::GetAtt": ["ready", "Data"
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a deployment.
+    """Settings of a deployment."""
 
-    :param name: name of the stack, and tag of all resources of this deployment
-    :param dataset_url: archive written by `tokenize_wikitext103.py --archive`
-    :param revision: commit (its whole hash) of the project; a branch or tag may change between two boots
-    :param monitor_flags: flags of the monitor, including the settings of the run, e.g. "--target_batch_size 2048"
-    :param max_spot_price: USD per hour
-    :param trainer_image: public parameter that names the newest AMI
-    :param disk_gib: no less than the size of the AMI
-    """
-
-    name: str
+    name: str  # of the stack, and tag of all resources of this deployment
     repo_url: str
-    dataset_url: str
+    dataset_url: str  # archive written by `tokenize_wikitext103.py --archive`
     dataset_sha256: str = ""
     run_id: str = "albert"
-    revision: str = "main"
+    revision: str = "main"  # better its whole hash: a branch or tag may change between two boots
     region: str = "us-east-1"
     port: int = 31337
-    monitor_flags: str = ""
+    monitor_flags: str = ""  # including the settings of the run, e.g. "--target_batch_size 2048"
     trainer_flags: str = ""
     coordinator_type: str = "t3.medium"
     trainer_types: tuple[str, ...] = ("g4dn.xlarge", "g5.xlarge", "g6.xlarge")
-    max_spot_price: float = 0.60
-    trainer_image: str = (
+    max_spot_price: float = 0.60  # USD per hour
+    trainer_image: str = (  # public parameter that names the newest AMI
         "/aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-amazon-linux-2023/latest/ami-id"
     )
-    disk_gib: int = 100
+    disk_gib: int = 100  # no less than the size of the AMI
 
     def __post_init__(self):
         for field in ("repo_url", "dataset_url"):

@@ -45,18 +45,13 @@ PACED_SECONDS = 3.0  # a peer on a slow link paces its values if sending them ta
 
 @dataclass(frozen=True)
 class Block:
-    """Tensors of one role that are cut into shares, each reduced by one member.
+    """Tensors of one role that are cut into shares, each reduced by one member."""
 
-    :param tensors, outputs: this peer's, and tensors that receive the averages; for gradients they may be the same
-    :param shares: of the members, of any sum; 0: the member reduces nothing
-    :param takers: None, or the only members that receive something: each reducer gives them its own values, and nobody
-      sends any
-    """
-
-    tensors: Sequence[torch.Tensor]
-    outputs: Sequence[torch.Tensor]
+    tensors: Sequence[torch.Tensor]  # this peer's
+    outputs: Sequence[torch.Tensor]  # receive the averages; for gradients they may be `tensors`
     infos: Sequence[CompressionInfo]
-    shares: Sequence[float]
+    shares: Sequence[float]  # of the members, of any sum; 0: the member reduces nothing
+    # None, or the only members that receive something: each reducer gives them its own values, and nobody sends any
     takers: Collection[PeerID] | None = None
 
     def cut(self, compression: CompressionBase, part_size_bytes: int, turn: int = 0) -> list[list[Part]]:

@@ -36,19 +36,13 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What came of a global step, or of an attempt at it, at this peer.
-
-    :param samples: this peer's samples that the step used, with the weight that its reducers gave them; None: the step
-      is without this peer
-    :param time: `run_time` at its end
-    :param error: of a failed round, on any number of lines
-    """
+    """What came of a global step, or of an attempt at it, at this peer."""
 
     step: int
     outcome: Outcome
-    samples: int | None = None
-    error: str = ""
-    time: float = field(default_factory=run_time)
+    samples: int | None = None  # of this peer, as its reducers have weighted them; None: the step is without this peer
+    error: str = ""  # of a failed round, on any number of lines
+    time: float = field(default_factory=run_time)  # at its end
 
 
 @dataclass

@@ -59,12 +59,9 @@ def different_marks(own: Marks, other: Marks) -> list[tuple[str, str]] | None:
 
 @dataclass(frozen=True)
 class Position:
-    """Where a trainer is.
+    """Where a trainer is."""
 
-    :param step: the newest global step that it has begun
-    """
-
-    step: int
+    step: int  # the newest global step that it has begun
     marks: Marks
 
     def is_apart_from(self, other: "Position") -> bool:

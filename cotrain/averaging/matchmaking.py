@@ -70,16 +70,11 @@ class RoundControl(StepControl):
 
 @dataclass(frozen=True)
 class Claims:
-    """What a peer says of itself when it joins a group.
+    """What a peer says of itself when it joins a group."""
 
-    :param bandwidth: Mbit/s; 0: it reduces nothing, as a peer in client mode
-    :param distance: updates that its parameters lack, see CollaborativeOptimizer
-    :param is_settling: whether its optimizer statistics lack updates that its parameters have
-    """
-
-    bandwidth: float
-    distance: float = 0.0
-    is_settling: bool = False
+    bandwidth: float  # Mbit/s; 0: it reduces nothing, as a peer in client mode
+    distance: float = 0.0  # updates that its parameters lack, see CollaborativeOptimizer
+    is_settling: bool = False  # whether its optimizer statistics lack updates that its parameters have
 
     def pack(self) -> bytes:
         return MSGPackSerializer.dumps([self.bandwidth, self.distance, self.is_settling])

@@ -56,13 +56,7 @@ class ProgressTracker(threading.Thread):
     """
 
     def __init__(
-        self,
-        dht: DHT,
-        run_id: str,
-        target_batch_size: int,
-        args: ProgressTrackerArguments,
-        *,
-        public_key: bytes,
+        self, dht: DHT, run_id: str, target_batch_size: int, args: ProgressTrackerArguments, *, public_key: bytes
     ):
         super().__init__(name="ProgressTracker", daemon=True)
         self.dht, self.key, self.args = dht, f"{run_id}_training_progress", args

@@ -84,18 +84,14 @@ class Average:
 
 @dataclass
 class _Sum:
-    """Weighted sum of a part that is not closed yet.
-
-    :param held: sender -> values and weight, where they must be compared before they are added; None: this peer's
-    :param times: seconds from the first message of a sender to its part
-    :param senders: the others whose values have arrived
-    """
+    """Weighted sum of a part that is not closed yet."""
 
     total: torch.Tensor | None = None
     weight: float = 0.0
+    # Sender -> values and weight, where they must be compared before they are added; None: this peer's
     held: dict[PeerID | None, tuple[torch.Tensor, float]] = field(default_factory=dict)
-    times: list[float] = field(default_factory=list)
-    senders: set[PeerID] = field(default_factory=set)
+    times: list[float] = field(default_factory=list)  # seconds from the first message of a sender to its part
+    senders: set[PeerID] = field(default_factory=set)  # the others whose values have arrived
 
     def add(self, values: torch.Tensor, weight: float, sender: PeerID | None = None, is_held: bool = False) -> None:
         """Add values, or hold them until they are compared. Another sender's without weight are left out then."""

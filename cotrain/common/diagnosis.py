@@ -12,14 +12,10 @@ MAX_CHARACTERS = 500  # of a message; a repr of an exception may have many more
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A row of the table.
+    """A row of the table."""
 
-    :param message: the fixed words of a message that a peer logs or ends with, in their order; … stands for anything
-    :param action: what to do; links are plain text
-    """
-
-    message: str
-    action: str
+    message: str  # fixed words of a message that a peer logs or ends with, in their order; … stands for anything
+    action: str  # what to do; links are plain text
 
     def matches(self, text: str) -> bool:
         """Whether a text contains the message, in upper or lower case."""

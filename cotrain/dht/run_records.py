@@ -42,18 +42,14 @@ class PeerInfo(ExtensibleRecord):
 
 
 class RoundStatistics(ExtensibleRecord):
-    """Record that a trainer publishes about its newest rounds with other trainers.
-
-    :param complete: those that averaged everything with every trainer of the step
-    :param computed: samples that the trainer has computed for its newest MAX_ROUNDS global steps; may be missing
-    :param applied: those of them that counted in a step; may be missing
-    :param averaging: fraction of the time for which rounds ran lately; may be missing
-    """
+    """Record that a trainer publishes about its newest rounds with other trainers."""
 
     rounds: pydantic.conint(strict=True, ge=0, le=MAX_ROUNDS)
+    # Those that averaged everything with every trainer of the step
     complete: pydantic.conint(strict=True, ge=0, le=MAX_ROUNDS)
-    computed: Count | None = None
-    applied: Count | None = None
+    computed: Count | None = None  # samples that the trainer has computed for its newest MAX_ROUNDS global steps
+    applied: Count | None = None  # those of them that counted in a step
+    # Fraction of the time for which rounds ran lately
     averaging: pydantic.confloat(strict=True, ge=0.0, le=1.0) | None = None
 
 

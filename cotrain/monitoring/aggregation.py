@@ -93,18 +93,12 @@ class TrackedPeer:
 
 @dataclass
 class MetricsAggregator:
-    """Converts successive snapshots of the DHT into one StepReport per global step. See the module docstring.
+    """Converts successive snapshots of the DHT into one StepReport per global step. See the module docstring."""
 
-    :param last_reported_step: newest step reported before a restart, -1 if none
-    :param alive_timeout: seconds without a sign of life after which a peer counts as gone
-    :param settle_time: seconds to wait for stragglers
-    :param target_batch_size: samples per global step, which bound the weight of one peer
-    """
-
-    last_reported_step: int = -1
-    alive_timeout: float = 120.0
-    settle_time: float = 30.0
-    target_batch_size: int = 4096
+    last_reported_step: int = -1  # before a restart, -1 if none
+    alive_timeout: float = 120.0  # seconds without a sign of life after which a peer counts as gone
+    settle_time: float = 30.0  # seconds to wait for stragglers
+    target_batch_size: int = 4096  # samples per global step, which bound the weight of one peer
     schema: type[LocalMetrics] = LocalMetrics
 
     def __post_init__(self):

@@ -32,15 +32,11 @@ _CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 
 @dataclass
 class TrainingState:
-    """The training state that peers exchange.
-
-    :param metadata: `epoch` (the global step), `statistics` (the names of the optimizer statistics) and `marks`
-    :param tensors: the parameters in the order of the param groups, then the optimizer statistics
-    """
+    """The training state that peers exchange."""
 
     run_id: str
-    metadata: dict
-    tensors: list[torch.Tensor]
+    metadata: dict  # `epoch` (the global step), `statistics` (the names of the optimizer statistics) and `marks`
+    tensors: list[torch.Tensor]  # the parameters in the order of the param groups, then the optimizer statistics
 
     @property
     def step(self) -> int:
