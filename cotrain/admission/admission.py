@@ -151,10 +151,7 @@ def explain_refusal(error: str, is_invited: bool) -> str | None:
 
 
 def load_admission(invitation: Path, folder: Path) -> Admission:
-    """Read a peer's invitation; raise UserError if it is not valid.
-
-    :param folder: has the newest revocation list
-    """
+    """Read a peer's invitation, and the newest revocation list in a folder; UserError if it is not valid."""
     loaded = load_invitation(invitation)
     return Admission(loaded, RevocationStore(loaded.authority, folder / "revocations"))
 

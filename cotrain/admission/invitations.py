@@ -94,10 +94,7 @@ def _signed_part(token: AccessToken) -> bytes:
 
 
 def check_token(token: AccessToken, authority: RSAPublicKey, peer_id: PeerID) -> float:
-    """Check that the authority has signed a token for a peer, and return when it expires (`time.time`).
-
-    :raises InvitationError: if the token is not valid
-    """
+    """Return when a token that the authority has signed for a peer expires (`time.time`), or raise InvitationError."""
     try:
         expiration_time = float(token.expiration_time)
         is_own = peer_id_of(RSAPublicKey.from_bytes(token.public_key)) == peer_id

@@ -349,10 +349,7 @@ class AllReduce:
         stream: AsyncIterator[averaging_pb2.AveragingData],
         arrived: dict[int, runtime_pb2.Tensor],
     ) -> None:
-        """Read a sender's values.
-
-        :param arrived: receives the messages of the parts of parameters
-        """
+        """Read a sender's values. `arrived` receives the messages of the parts of parameters."""
         parts, loop = self.reducer.parts, asyncio.get_running_loop()
         pending: asyncio.Future = loop.create_future()
         try:

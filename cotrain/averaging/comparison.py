@@ -19,10 +19,7 @@ SPEC = TensorSpec((NUM_ELEMENTS,), compressions={runtime_pb2.NONE})
 
 
 def choose_elements(parameters: Sequence[torch.Tensor], seed: bytes) -> torch.Tensor:
-    """Return the elements of some parameters that a seed of 8 bytes chooses, shape (NUM_ELEMENTS,), float32.
-
-    :raises ValueError: if the seed has another length
-    """
+    """Return the elements that a seed of 8 bytes chooses, shape (NUM_ELEMENTS,), float32; ValueError otherwise."""
     if len(seed) != 8:
         raise ValueError("a seed has 8 bytes")
     generator = torch.Generator().manual_seed(int.from_bytes(seed, "big") >> 1)  # torch takes signed numbers

@@ -112,10 +112,7 @@ class RoundCoordinator:
             control.call_off()
 
     def average(self, number: int, weight: float) -> tuple[Outcome, RoundResult | None]:
-        """Run the round of a step. Call it after the contribution was loaded and `tracker.begin_step` was called.
-
-        :returns: the outcome, and the result if the outcome is AVERAGED
-        """
+        """Run the round of a step, after `tracker.begin_step`. Return the outcome, and the result if AVERAGED."""
         self._number, self.num_attempts, self.last_error, self.has_sent = number, 0, "", False
         self.update_roster()
         deadline = time.monotonic() + self._timeout

@@ -206,10 +206,7 @@ class StateDownload:
             return None
 
     async def _receive(self, donor: PeerID, believe_all: bool) -> tuple[dict, list[torch.Tensor]]:
-        """Receive the state of a donor.
-
-        :raises ValueError: if the state is not usable or not the expected one
-        """
+        """Receive the state of a donor; ValueError if it is not usable or not the expected one."""
         averager = self.averager
         stub = averager.get_stub(averager._p2p, donor, namespace=averager.prefix)
         async with asyncio.timeout(self._max_silence()):
@@ -284,10 +281,7 @@ def rank_donors(offers: object, max_epoch: float) -> tuple[list[PeerID], list[Pe
 
 
 def check_epoch(metadata: object, min_epoch: int = 0) -> None:
-    """Check the step in the metadata of a state.
-
-    :raises OldStateError: if the state is of a step before `min_epoch`
-    """
+    """Check the step in the metadata of a state; OldStateError if it is before `min_epoch`."""
     epoch = metadata.get("epoch") if isinstance(metadata, dict) else None
     if type(epoch) is not int or not 0 <= epoch <= MAX_STEP:
         raise StateLoadError("it has no step number")

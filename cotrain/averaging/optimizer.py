@@ -553,10 +553,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         return True
 
     def _ignore_unbacked_claim(self, rival: PeerProgress) -> bool:
-        """Record a claim of another step whose state no peer offers; ignore such claims after MAX_FAILED_LOADS.
-
-        :returns: False, since no state was loaded
-        """
+        """Record a claim of a step without an offer, and ignore such claims after MAX_FAILED_LOADS. Return False."""
         self._failed_loads += 1
         if self._failed_loads < MAX_FAILED_LOADS:
             self._stopped.wait(1.0)

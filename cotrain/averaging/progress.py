@@ -112,10 +112,7 @@ class ProgressTracker(threading.Thread):
         self._report_soon(0.0)
 
     def complete_step(self, epoch: int, samples_accumulated: int, **standing) -> None:
-        """Report that this peer is at a step: it has the update or continues without it.
-
-        :param standing: `distance`, `away` and `marks`, where they have changed
-        """
+        """Report that this peer is at a step, and of `distance`, `away` and `marks` those that have changed."""
         self._set(epoch=epoch, completed=epoch, samples_accumulated=samples_accumulated, **standing)
         self._num_rival_reads = 0
         self._report_soon(0.0)

@@ -213,10 +213,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
             return copy
 
     def get_current_state(self) -> tuple[dict, tuple, tuple]:
-        """Return the copy of the state, for hivemind, in a thread of the main process.
-
-        hivemind moves the tensors to shared memory, but not what is beside them.
-        """
+        """Return the copy for hivemind, which moves the tensors to shared memory, but not what is beside them."""
         try:
             metadata, *copy = self.copy_state()
         except OSError as error:

@@ -54,11 +54,7 @@ def expected_num_bytes(header: runtime_pb2.Tensor, spec: TensorSpec) -> int | No
 
 
 def check_tensor(message: runtime_pb2.Tensor, spec: TensorSpec) -> None:
-    """Check a whole serialized tensor. Deserializing it then gives `spec.shape`, at a cost bounded by `spec`, or, in a
-    format of this project, raises ValueError.
-
-    :raises ValueError: if the tensor is not the expected one
-    """
+    """Check a whole serialized tensor: deserializing it has a bounded cost. ValueError if it is not as expected."""
     expected = expected_num_bytes(message, spec)
     if expected is not None and len(message.buffer) != expected:
         raise ValueError(f"a tensor has {len(message.buffer)} bytes instead of {expected}")

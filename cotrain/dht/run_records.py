@@ -140,9 +140,5 @@ def get_records(dht: DHT, key: str) -> dict[PeerID, ValueWithExpiration]:
 
 
 def store_record(dht: DHT, key: str, public_key: bytes, value: object, lifetime: float) -> None:
-    """Publish a signed record without waiting for the result.
-
-    :param public_key: the subkey, from `make_validators`
-    :param lifetime: seconds
-    """
+    """Publish a signed record under this peer's subkey for `lifetime` seconds, without waiting for the result."""
     dht.store(key, subkey=public_key, value=value, expiration_time=run_time() + lifetime, return_future=True)

@@ -11,10 +11,7 @@ MIN_INTERVAL = 64  # of parameters in sparse rounds: at 8 peers they then have a
 
 
 def find_flags(args) -> str:
-    """Return the settings that make the rounds of a run shorter, or rarer.
-
-    :param args: HyperparameterArguments and OptimizerArguments in one
-    """
+    """Return the flags that make the rounds of a run with these settings shorter, or rarer."""
     sparse = f"--gradient_compression topk --average_state_every {MIN_INTERVAL}"
     if not args.local_updates:
         local = f"--local_updates {sparse} and a larger --target_batch_size"
@@ -26,20 +23,14 @@ def find_flags(args) -> str:
 
 
 class Adviser:
-    """Returns one line if the rounds take up the time.
-
-    :param args: settings of the run
-    """
+    """Returns one line if the rounds of a run with these settings take up the time."""
 
     def __init__(self, args):
         self._flags, self._advised_at = find_flags(args), -math.inf
         self._total_steps, self._pace = args.total_steps, (time.monotonic(), 10**9)
 
     def advise(self, averaging: float | None) -> str | None:
-        """Return advice, at most once in PERIOD.
-
-        :param averaging: fraction of the time for which rounds run
-        """
+        """Return advice, at most once in PERIOD, from the fraction of the time for which rounds run."""
         now = time.monotonic()
         if averaging is None or averaging < BUSY or now < self._advised_at + PERIOD:
             return None

@@ -30,11 +30,7 @@ MAX_PAUSE = 60.0  # seconds between two attempts to download a state
 
 
 class Evaluator:
-    """Evaluates models of a task on its first validation samples.
-
-    :param should_stop: asked after each batch
-    :param args: EvaluatorArguments of run_evaluator.py
-    """
+    """Evaluates models of a task on its first validation samples, until `should_stop`."""
 
     def __init__(self, task: Task, should_stop: Callable[[], bool], args):
         self.task, self.should_stop, self.args = task, should_stop, args

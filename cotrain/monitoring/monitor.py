@@ -74,10 +74,7 @@ class CheckpointKeeper:
         self.averager.offer(priority=step - 0.5)
 
     def update(self, step: int, trainers_are_leaving: bool) -> None:
-        """Start a download in a thread if a checkpoint is due.
-
-        :param step: the newest reported global step, -1 if there is none
-        """
+        """Start a download in a thread if a checkpoint is due. `step`: the newest reported one, -1 without any."""
         self._has_gone_back |= step < min(self._reported_step, self.saved_step)
         self._reported_step = step
         interval = 1 if trainers_are_leaving else self.args.save_checkpoint_step_interval
@@ -116,10 +113,7 @@ class CheckpointKeeper:
             logger.warning(f"Could not save step #{min_step} or later. {error}; trying again later")
 
     def save_newest(self, step: int, seconds: float) -> None:
-        """Save a state that a trainer still offers, if it is newer than the saved one. Wait at most `seconds`.
-
-        :param step: the newest reported global step
-        """
+        """Save a state that a trainer still offers, if it is newer than the saved one. Wait at most `seconds`."""
         self._reported_step = step
         if step > self.saved_step or self._has_gone_back:
             self._pending = self._executor.submit(self._save, max(1, self.saved_step + 1), step + MAX_LEAD)

@@ -16,10 +16,7 @@ PERIOD, IDLE_PERIOD = 30.0, 300.0  # while there is progress, and while there is
 
 
 class ProgressLog:
-    """Logs one line each for the trainers that join, those that leave, and the progress.
-
-    :param find_name: returns the name of the trainer with a public key
-    """
+    """Logs one line each for the trainers that join, those that leave, and the progress."""
 
     def __init__(self, target_batch_size: int, find_name: Callable[[bytes], str]):
         self.target_batch_size, self.find_name = target_batch_size, find_name

@@ -100,10 +100,7 @@ def complete(completer: Pipeline, text: str) -> str:
 
 
 def report_samples(completer: Pipeline, texts: Sequence[str], reporter: Reporters, step: int) -> None:
-    """Report the completions of texts: one line each in the log, and a table in the dashboard.
-
-    A failure is a warning.
-    """
+    """Report the completions of texts in the log, and as a table in the dashboard. A failure is a warning."""
     try:
         rows = [(text, complete(completer, text)) for text in texts]
     except Exception as error:

@@ -32,10 +32,7 @@ def fix_tcp_port(host_maddrs: Sequence[str]) -> tuple[list[str], int]:
 
 
 def announce_public_ip(args: BaseTrainingArguments, service: str) -> None:
-    """Announce this machine's public IP address with the port that the peer listens on.
-
-    :param service: URL that returns the address of the caller as text
-    """
+    """Announce this machine's public IP address, which a web service returns, with the port of the peer."""
     try:
         response = requests.get(service, timeout=10.0)
         response.raise_for_status()

@@ -30,10 +30,7 @@ REASONS = {
 
 
 class StatusKeeper(PeriodicThread):
-    """Thread that writes the status and logs the progress. The training thread only counts.
-
-    :param should_stop: returns whether the trainer is to end
-    """
+    """Thread that writes the status, and logs the progress until `should_stop`. The training thread only counts."""
 
     def __init__(
         self,

@@ -44,10 +44,7 @@ class TrainingState:
 
 
 def load_training_state(path: Path, run_id: str) -> TrainingState:
-    """Load a training state to the CPU.
-
-    :raises ValueError: if the file is truncated, no training state, or of another run; the message says which
-    """
+    """Load a training state to the CPU; ValueError if the file is damaged, no training state, or of another run."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
