@@ -146,7 +146,7 @@ class UpdateAccumulator:
 
     @torch.no_grad()
     def rebase(self, changes: Sequence[torch.Tensor] | None = None) -> None:
-        """Set the model to the last global step plus local updates, by default those that no step has used."""
+        """Set the model to the newest global step plus local updates; default: those that no step has used."""
         with self.lock:
             changes = self.local_changes() if changes is None else changes
             for parameter, change, newest, base, loaded in zip(

@@ -22,6 +22,8 @@ def start_trainer(train: Callable[[TrainerArguments, StopSignal], None], descrip
         require_packages(command_line.arguments)
         ignore_launcher()
         guard_children()
+        if not args.training.check:
+            require_packages(command_line.arguments)  # before a file is written
         # These imports take seconds, which --help and usage errors do not need.
         with nullcontext() if args.training.check else recorded_start(Path(args.training.output_dir)):
             from cotrain.common.logs import setup_logging
