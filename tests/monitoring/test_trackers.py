@@ -394,7 +394,7 @@ def test_browser_shows_the_curves_and_runs_no_code_in_names(tmp_path):
         "PYTHONUNBUFFERED": "1",
         **dict([order.split("=", 1), variable.split("=", 1)]),
     }
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, encoding="utf-8") as server:
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, encoding="utf-8") as server:
         try:
             address = next(match[1] for line in server.stdout if (match := re.search(r"(http://\S+:\d+)/", line)))
             query = "project=my%20run&smoothing=0"
