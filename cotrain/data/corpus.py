@@ -140,15 +140,8 @@ def read_corpus(source: Source, folder: Path, validation_fraction: float, seed: 
 
 # --- rows -> documents -----------------------------------------------------------------------------------------------
 
-_TITLE = re.compile(r"= [^=](?:.*[^=])? =")  # "= Title =", but not "= = Section = ="
-
-
-def _is_title(previous: str, row: str, following: str) -> bool:
-    """Whether a row of WikiText is the title of an article.
-
-    Titles are between blank rows. Formulas are not: the test split has "= 1 henry and capacitance C =".
-    """
-    return row.startswith("= ") and not previous and not following and _TITLE.fullmatch(row) is not None
+# "= Title =", but not "= = Section = =". Between blank rows: the test split also has "= 1 henry and capacitance C ="
+_TITLE = re.compile(r"= [^=](?:.*[^=])? =")
 
 
 def find_layout(rows: Iterable[str | None], has_lines: bool) -> str:
@@ -158,7 +151,7 @@ def find_layout(rows: Iterable[str | None], has_lines: bool) -> str:
     """
     stripped = ((row or "").strip() for row in rows)
     first = next(filter(None, stripped), "")
-    if _is_title("", first, next(stripped, "")):
+    if _TITLE.fullmatch(first) and not next(stripped, ""):
         return "titles"
     return "blank lines" if has_lines else "rows"
 
@@ -184,13 +177,12 @@ def _mark_ends(rows: Iterable[str | None], layout: str) -> Iterator[str | None]:
             yield None
         return
     clean = str.strip if layout == "titles" else str.rstrip
-    previous, rows, following = itertools.tee((clean(row or "") for row in rows), 3)
-    next(following, None)
-    neighbours = itertools.chain([""], previous), rows, itertools.chain(following, [""])
-    for before, row, after in zip(*neighbours, strict=False):
-        if _is_title(before, row, after) if layout == "titles" else not row:
+    for has_text, paragraph in itertools.groupby((clean(row or "") for row in rows), key=bool):
+        head = list(itertools.islice(paragraph, 2))
+        if has_text and (layout == "blank lines" or (len(head) == 1 and _TITLE.fullmatch(head[0]))):
             yield None
-        yield from filter(None, _cut_row(row))
+        for row in itertools.chain(head, paragraph):
+            yield from filter(None, _cut_row(row))
     yield None
 
 

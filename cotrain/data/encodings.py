@@ -5,7 +5,7 @@ import io
 import mimetypes
 import zipfile
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from cotrain.common.errors import UserError
@@ -49,6 +49,7 @@ def read_lines(path: Path, encoding: str) -> Iterator[str]:
         yield from iter(partial(file.readline, READ_CHARS), "")
 
 
+@cache
 def find_encoding(path: Path) -> str:
     """Return UTF8, or the encoding that charset-normalizer finds and this prints; UserError if a file is not text."""
     if zipfile.is_zipfile(path) and len(zipfile.ZipFile(path).namelist()) > 1:

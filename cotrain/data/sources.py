@@ -5,7 +5,7 @@ import itertools
 import platform
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -69,15 +69,9 @@ def open_splits(name: str, splits: dict[str, list[Path]], column: str, encoding:
     if len(kinds) > 1:
         raise UserError(f"'{name}' has files of several kinds; pass those of one kind, as in 'FOLDER/*.jsonl'")
     (kind,) = kinds
-    parts = {split: [_open_file(path, kind, column, encoding) for path in paths] for split, paths in splits.items()}
+    options = kind, column, encoding
+    parts = {split: [partial(_read_file, path, *options) for path in paths] for split, paths in splits.items()}
     return Source(name, parts, has_lines=kind == "text")
-
-
-def _open_file(path: Path, kind: str, column: str, encoding: str | None) -> Callable[[], Iterator[str | None]]:
-    """Return a function that yields rows."""
-    if kind != "parquet":
-        encoding = encoding or find_encoding(path)
-    return partial(read_lines, path, encoding) if kind == "text" else partial(_read_file, path, kind, column, encoding)
 
 
 def _find_suffix(path: Path) -> str:
@@ -86,13 +80,16 @@ def _find_suffix(path: Path) -> str:
 
 
 def _read_file(path: Path, kind: str, column: str, encoding: str | None) -> Iterator[str | None]:
-    """Yield the texts in a file that a builder of `datasets` reads. Files with other columns do not fit into one."""
-    import datasets
+    """Yield the rows of a file: lines, or the texts that a builder of `datasets` reads."""
+    options = {} if kind == "parquet" else {"encoding": encoding or find_encoding(path)}
+    if kind == "text":
+        yield from read_lines(path, **options)
+        return
+    import datasets  # takes a second, which plain text need not wait for
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the messages are in ours
-    options = {} if kind == "parquet" else {"encoding": encoding}
     options |= {"sep": "\t"} if _find_suffix(path) == ".tsv" else {}
-    with explain(path.name):
+    with explain(path.name):  # one dataset for each file: files with other columns do not fit into one
         dataset = datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True, **options)
         yield from _read_column(path.name, dataset, column)
 
@@ -104,7 +101,7 @@ def open_dataset(
     name: str, config_name: str | None, revision: str | None, cache_dir: str | None, column: str, encoding: str | None
 ) -> Source:
     """Open a dataset on the Hugging Face Hub, or one in a folder."""
-    import datasets  # takes a second, which plain text need not wait for
+    import datasets
 
     full_name, folder = " ".join(filter(None, [name, config_name])), Path(name).resolve()
     try:
@@ -118,25 +115,21 @@ def open_dataset(
             remedy = "pass --dataset_revision refs/convert/parquet, the Hub's copy of it, or another dataset"
         elif folder.is_dir():
             remedy = f"it needs .txt, .jsonl, .csv or .parquet files; pass others as --train_file '{name}/*'"
-        cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
-        reason = first_line(cause or error)
+        is_wrapped = isinstance(error, datasets.exceptions.DatasetGenerationError)
+        reason = first_line(error.__cause__ or error if is_wrapped else error)
         raise UserError(f"--dataset_name: '{full_name}' cannot be loaded: {reason}; {remedy}") from error
     if "train" not in splits:
         raise UserError(f"--dataset_name: '{full_name}' has no split 'train', but {', '.join(map(str, splits))}")
     used = {split: splits[split] for split in SPLITS if split in splits}
-    if folder.is_dir():
-        used = {split: [Path(file) for file in files] for split, files in used.items()}
-        source = open_splits(folder.name, used, column, encoding)
-        read = {path.resolve() for path in itertools.chain.from_iterable(used.values())}
-        others = (path for path in folder.rglob("*") if path.is_file() and path.resolve() not in read)
-        rest = [str(path.relative_to(folder)) for path in others]
-    else:
+    if not folder.is_dir():
         parts = {split: [partial(_read_column, full_name, dataset, column)] for split, dataset in used.items()}
-        source = Source(full_name, parts, has_lines=used["train"].builder_name == "text")
-        rest = list(splits.keys() - used.keys())
-    if rest:
-        print(f"{source.name}: left out {', '.join(sorted(rest)[:5])}{f' and {len(rest) - 5} more' * (len(rest) > 5)}")
-    return source
+        return Source(full_name, parts, has_lines=used["train"].builder_name == "text")
+    used = {split: [Path(file).resolve() for file in files] for split, files in used.items()}
+    others = {path.resolve() for path in folder.rglob("*") if path.is_file()}.difference(*used.values())
+    if others:
+        names = sorted(str(path.relative_to(folder)) for path in others)
+        print(f"{folder.name}: left out {', '.join(names[:5])}{f' and {len(names) - 5} more' * (len(names) > 5)}")
+    return open_splits(folder.name, used, column, encoding)
 
 
 def _read_column(name: str, dataset, column: str) -> Iterator[str | None]:
