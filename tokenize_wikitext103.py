@@ -24,7 +24,7 @@ from cotrain.arguments import DATASET_FOLDERS
 from cotrain.common.errors import UserError, run_script
 from cotrain.common.flags import ArgumentsError, Flags, flag, parse_arguments, require, require_apart
 from cotrain.data.manifest import Manifest, tokenizer_sha256
-from cotrain.models.objectives import DEFAULT_OBJECTIVE, OBJECTIVES, SPLITS
+from cotrain.models.objectives import DEFAULT_OBJECTIVE, OBJECTIVES
 from cotrain.models.vocabulary import vocabulary_size
 
 # The rest is imported where it is used: transformers takes seconds, and --help and a text file that cannot be read
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from cotrain.data.corpus import Documents
-    from cotrain.data.packing import PackingConfig
 
 LANGUAGES = Path(__file__).parent / "cotrain/data/languages.txt"  # those that sentences.py can split, by code
 # A folder is only replaced if it has one of these files.
@@ -156,7 +155,7 @@ def prepare(args: TokenizationArguments) -> Manifest:
     from cotrain.data.loading import check_samples
     from cotrain.data.losses import check_losses
     from cotrain.data.packing import PackingConfig
-    from cotrain.data.preparation import open_encoder, open_workers, save_dataset, tokenize_split
+    from cotrain.data.preparation import open_encoder, open_workers, save_manifest, tokenize_split
     from cotrain.data.sources import open_dataset, open_files, open_sample
 
     # Fail early: check outputs first, then inputs.
@@ -182,17 +181,26 @@ def prepare(args: TokenizationArguments) -> Manifest:
         tokenizer, tokenizer_folder = build_tokenizer(args, corpus, stack)
 
         config = PackingConfig(args.objective, args.max_seq_length, args.seed, args.language)
-        arrow_files = {split: work / f"{split}_samples.arrow" for split in SPLITS}
         encoder = open_encoder(str(tokenizer_folder))  # the workers inherit it
         flag = "--train_tokenizer" if args.train_tokenizer else "--tokenizer"
         check_losses(encoder, corpus, args.seed, flag, args.allow_lost_text)
         with open_workers(args.num_proc) as map_tasks:
             splits = {
-                split: asdict(tokenize_split(split, corpus[split], tokenizer_folder, config, map_tasks, path))
-                for split, path in arrow_files.items()
+                split: asdict(tokenize_split(split, documents, tokenizer_folder, config, map_tasks, dataset_folder))
+                for split, documents in corpus.items()
             }
-        manifest = build_manifest(args, source.name, config, tokenizer, splits)
-        save_dataset(arrow_files, manifest, dataset_folder)
+        # The manifest is published: no local path.
+        name = Path(args.tokenizer).resolve().name if Path(args.tokenizer).is_dir() else args.tokenizer
+        manifest = Manifest(
+            source=source.name,
+            **asdict(config),
+            tokenizer="trained on this text" if args.train_tokenizer else name,
+            tokenizer_class=type(tokenizer).__name__,
+            vocab_size=vocabulary_size(tokenizer),
+            tokenizer_sha256=tokenizer_sha256(tokenizer),
+            splits=splits,
+        )
+        save_manifest(manifest, dataset_folder)
         try:
             check_samples(dataset_folder)
         except ValueError as error:
@@ -231,22 +239,6 @@ def build_tokenizer(
     tokenizer.init_kwargs["objective"] = args.objective  # for monitors, which have no data; see set_objective
     tokenizer.save_pretrained(folder)
     return tokenizer, folder
-
-
-def build_manifest(
-    args: TokenizationArguments, source: str, config: PackingConfig, tokenizer: PreTrainedTokenizerBase, splits: dict
-) -> Manifest:
-    # The manifest is published: no local path.
-    name = Path(args.tokenizer).resolve().name if Path(args.tokenizer).is_dir() else args.tokenizer
-    return Manifest(
-        source=source,
-        **asdict(config),
-        tokenizer="trained on this text" if args.train_tokenizer else name,
-        tokenizer_class=type(tokenizer).__name__,
-        vocab_size=vocabulary_size(tokenizer),
-        tokenizer_sha256=tokenizer_sha256(tokenizer),
-        splits=splits,
-    )
 
 
 if __name__ == "__main__":

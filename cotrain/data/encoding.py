@@ -33,6 +33,8 @@ class TextEncoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.tokenizer = tokenizer
+        # None for GPT-2, which has no unknown tokens; its `unk_token` is the end-of-text token.
+        self.unknown_id = None if tokenizer.unk_token_id == tokenizer.eos_token_id else tokenizer.unk_token_id
         names = ("bos", "eos", "sep", "cls", "pad", "mask")
         self._reserved = {getattr(tokenizer, f"{name}_token_id") for name in names} - {None}
         added = set(tokenizer.get_added_vocab()) - set(tokenizer.all_special_tokens)  # may contain spaces

@@ -4,6 +4,8 @@ import itertools
 import unicodedata
 from collections import Counter
 
+import numpy as np
+
 from cotrain.common.errors import UserError
 from cotrain.data.corpus import Documents
 from cotrain.data.encoding import TextEncoder
@@ -24,26 +26,24 @@ def check_losses(encoder: TextEncoder, corpus: dict[str, Documents], seed: int, 
     :raises UserError: if that is more than MAX_LOSS of the characters or tokens, and not allowed
     """
     tokenizer = encoder.tokenizer
-    # GPT-2 has no unknown tokens; its `unk_token` is the end-of-text token.
-    unknown = tokenizer.unk_token if tokenizer.unk_token_id != tokenizer.eos_token_id else None
     before, after, num_tokens, num_unknown = Counter(), Counter(), 0, 0
     had_capitals = has_capitals = False
     samples = (documents.sample(max(MIN_CHARS, documents.num_chars // 100), seed) for documents in corpus.values())
     for document in itertools.chain.from_iterable(samples):
-        text = document.replace(unknown, " ") if unknown else document  # WikiText has <unk> itself
-        text = " ".join(text.split())  # for the encoder's fast way, which leaves the words to the workers
+        text = document.replace(tokenizer.unk_token or "", "")  # WikiText has <unk> itself
         (ids,) = encoder.encode([text])
         decoded = tokenizer.decode(ids, skip_special_tokens=True)
-        had_capitals, has_capitals = had_capitals or text != text.lower(), has_capitals or decoded != decoded.lower()
+        had_capitals |= text != text.lower()
+        has_capitals |= decoded != decoded.lower()
         before += _count_chars(text)
         after += _count_chars(decoded)
         num_tokens += len(ids)
-        num_unknown += int((ids == tokenizer.unk_token_id).sum()) if unknown else 0
+        num_unknown += int(np.count_nonzero(ids == encoder.unknown_id))
     lost, num_chars = before - after, before.total()
     examples = ", ".join(f"'{char}' (U+{ord(char):04X}) {count:,} times" for char, count in lost.most_common(5))
     what = f"the tokenizer loses {lost.total():,} of {num_chars:,} characters{examples and f': {examples}'}; "
     what += f"{num_unknown:,} of {num_tokens:,} tokens are unknown"
-    what += "; it has no capital letters" if had_capitals and not has_capitals else ""
+    what += "; it has no capital letters" * (had_capitals and not has_capitals)
     # BERT's tokenizers drop what has no width, such as joiners: 1 % of Bengali. That is counted, but no error.
     num_lost = sum(count for char, count in lost.items() if unicodedata.category(char) != "Cf")
     fraction = max(num_lost / max(1, num_chars), num_unknown / max(1, num_tokens))

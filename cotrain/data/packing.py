@@ -203,9 +203,6 @@ def build_samples(
 
     stats.instances = len(samples)
     stats.tokens = sum(len(sample["input_ids"]) for sample in samples)
-    # GPT-2 has no unknown tokens; its `unk_token` is the end-of-text token.
-    if tokenizer.unk_token_id != tokenizer.eos_token_id:
-        unknown = (np.count_nonzero(sample["input_ids"] == tokenizer.unk_token_id) for sample in samples)
-        stats.unknown_tokens = int(sum(unknown))
+    stats.unknown_tokens = sum(int(np.count_nonzero(x["input_ids"] == encoder.unknown_id)) for x in samples)
     schema = SCHEMAS[config.objective]
     return pa.table({name: [sample[name] for sample in samples] for name in schema.names}, schema=schema), stats

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -24,16 +23,17 @@ from cotrain.data.packing import SCHEMAS, PackingConfig, PackingStats, build_sam
 
 
 def tokenize_split(
-    split: str, documents: Documents, tokenizer_folder: Path, config: PackingConfig, map_tasks: Callable, path: Path
+    split: str, documents: Documents, tokenizer_folder: Path, config: PackingConfig, map_tasks: Callable, folder: Path
 ) -> PackingStats:
-    """Tokenize and pack the documents of a split into an Arrow file."""
+    """Tokenize and pack the documents of a split into an Arrow file in the dataset's folder."""
+    (folder / split).mkdir()
     tasks = [(start, documents.select(slice(start, stop))) for start, stop in group_documents(documents.lengths)]
     results = map_tasks(partial(tokenize_group, split, str(tokenizer_folder), config), tasks)
     import datasets  # noqa: F401  takes a second, during which the workers start
 
     stats = PackingStats()
     with (
-        pa.OSFile(str(path), "wb") as file,
+        pa.OSFile(str(folder / split / "data.arrow"), "wb") as file,
         pa.ipc.new_stream(file, SCHEMAS[config.objective]) as writer,
         tqdm(desc=f"Tokenizing {split}", total=documents.num_chars, unit=" chars", unit_scale=True) as progress,
     ):
@@ -85,18 +85,15 @@ def begin_worker() -> None:
     gc.disable()  # a tenth of the time; a task leaves no reference cycles
 
 
-def save_dataset(arrow_files: dict[str, Path], manifest: Manifest, folder: Path) -> None:
-    """Move the splits to where `load_datasets` and `datasets.load_from_disk` find them, and write the manifest."""
-    state = {"_data_files": [{"filename": "data.arrow"}], "_format_type": None}
-    state |= {"_format_kwargs": {}, "_format_columns": None, "_output_all_columns": False}
-    for split, path in arrow_files.items():
-        (folder / split).mkdir()
-        shutil.move(path, folder / split / "data.arrow")
-        (folder / split / "state.json").write_text(
-            json.dumps(state | {"_fingerprint": split, "_split": split}), encoding="utf-8"
-        )
+def save_manifest(manifest: Manifest, folder: Path) -> None:
+    """Write the manifest, and what `datasets.load_from_disk` needs to open the splits."""
+    state = {"_data_files": [{"filename": "data.arrow"}], "_format_type": None, "_format_kwargs": {}}
+    state |= {"_format_columns": None, "_output_all_columns": False}
+    for split in manifest.splits:
+        content = json.dumps(state | {"_fingerprint": split, "_split": split})
+        (folder / split / "state.json").write_text(content, encoding="utf-8")
         (folder / split / "dataset_info.json").write_text("{}", encoding="utf-8")
-    (folder / "dataset_dict.json").write_text(json.dumps({"splits": list(arrow_files)}), encoding="utf-8")
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": list(manifest.splits)}), encoding="utf-8")
     manifest.save(folder)
 
 
