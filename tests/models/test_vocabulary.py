@@ -56,8 +56,9 @@ def gaps(folder):
 def test_vocabulary_with_repeated_lines_or_gaps(make, objective, size, tmp_path):
     folder = make(tmp_path / "published")
     paths = {"output_path": str(tmp_path / "data"), "tokenizer_path": str(tmp_path / "tokenizer")}
+    paths |= {"cache_dir": str(tmp_path / "cache")}
     flags = {"sample": True, "objective": objective, "tokenizer": str(folder), "max_seq_length": 64, "num_proc": 1}
-    manifest = tokenize_wikitext103.prepare(TokenizationArguments(**paths, **flags, cache_dir=str(tmp_path / "cache")))
+    manifest = tokenize_wikitext103.prepare(TokenizationArguments(**paths, **flags, allow_lost_text=True))
     tokenizer = load_tokenizer(paths["tokenizer_path"])
     assert len(tokenizer) < vocabulary_size(tokenizer) == manifest.vocab_size == size
     check_samples(paths["output_path"])
@@ -73,7 +74,8 @@ def test_data_with_ids_outside_of_the_vocabulary_is_not_published(tmp_path, monk
     monkeypatch.setattr(tokenize_wikitext103, "vocabulary_size", len)
     flags = {"objective": "mlm", "tokenizer": str(repeated_lines(tmp_path / "published")), "max_seq_length": 64}
     paths = {"output_path": str(tmp_path / "data"), "tokenizer_path": str(tmp_path / "tokenizer")}
-    args = TokenizationArguments(sample=True, num_proc=1, cache_dir=str(tmp_path / "cache"), **paths, **flags)
+    paths |= {"cache_dir": str(tmp_path / "cache")}
+    args = TokenizationArguments(sample=True, num_proc=1, allow_lost_text=True, **paths, **flags)
     with pytest.raises(UserError, match="does not keep to its vocabulary"):
         tokenize_wikitext103.prepare(args)
     assert not (tmp_path / "data").exists()
