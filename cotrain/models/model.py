@@ -79,9 +79,8 @@ def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> Pre
         if stated != size:
             logger.info(f"The model has a vocabulary of {size} tokens, the tokenizer's, instead of {stated}")
         text.vocab_size = size
-    set_special_tokens(config, tokenizer)
-    if text is not config:
-        set_special_tokens(text, tokenizer)
+    for part in (config, text):  # often the same
+        set_special_tokens(part, tokenizer)
     set_objective(config, tokenizer)
     check_size(config)
     return config

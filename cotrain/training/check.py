@@ -126,11 +126,9 @@ def attempt(subject: str, check: Callable[[], str]) -> Finding:
 def explain(subject: str, error: Exception) -> Finding:
     """Return an error, and what to do about it, which most errors say themselves."""
     row = diagnose(text := describe(error))
-    return (
-        Finding(subject, "", text)
-        if row is None
-        else Finding(subject, text, f"{row.action[0].upper()}{row.action[1:]}")
-    )
+    if row is None:
+        return Finding(subject, "", text)
+    return Finding(subject, text, f"{row.action[0].upper()}{row.action[1:]}")
 
 
 # On this machine
@@ -277,7 +275,8 @@ def measure_download(model: torch.nn.Module, peer: Peer, args: TrainerArguments)
 def check_rounds(dht: DHT, num_parameters: int, args: CollaborationArguments) -> Finding:
     """Tell how long a round takes with an upload of --bandwidth, or of some links."""
     bits = BITS[args.gradient_compression] + BITS[args.state_compression]
-    trainers = max(2, min(1 + count_trainers(dht, args.run_id), args.target_group_size))
+    others = read_progress(get_records(dht, f"{args.run_id}_training_progress"))
+    trainers = max(2, min(1 + len(others), args.target_group_size))
     peers = 2 if args.client_mode else trainers  # in client mode, it sends each tensor once, as one of two does
     uploads = [args.bandwidth] if args.bandwidth else LINKS
     seconds = [max(1.0, round_seconds(num_parameters, peers, bits, upload)) for upload in uploads]
@@ -287,11 +286,6 @@ def check_rounds(dht: DHT, num_parameters: int, args: CollaborationArguments) ->
         return Finding("rounds", text)
     advice = "Use a faster connection, or ask the organiser for smaller rounds, see docs/tuning.md#local-updates"
     return Finding("rounds", f"{text}, and --averaging_timeout is {args.averaging_timeout:.0f} s", advice)
-
-
-def count_trainers(dht: DHT, run_id: str) -> int:
-    """Return the number of trainers that report their progress in a run."""
-    return len(read_progress(get_records(dht, f"{run_id}_training_progress")))
 
 
 def round_seconds(elements: int, peers: int, bits: float, upload: float) -> float:
