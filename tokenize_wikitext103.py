@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from cotrain.data.corpus import Documents
 
-LANGUAGES = Path(__file__).parent / "cotrain/data/languages.txt"  # those that sentences.py can split, by code
+LANGUAGES = Path(__file__).parent / "cotrain/data/languages.txt"  # with sentences, by code
 # A folder is only replaced if it has one of these files.
 DATASET_FILES = ("manifest.json",)
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, BertTokenizer
 import tokenize_wikitext103
 from cotrain.common.errors import UserError
 from cotrain.data.loading import load_datasets
-from cotrain.data.sentences import split_sentences
+from cotrain.data.packing import split_sentences
 from cotrain.models.objectives import OBJECTIVES
 from tests.data.test_tokenize_script import arguments
 
