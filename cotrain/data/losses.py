@@ -14,10 +14,10 @@ MIN_CHARS = 50_000
 MAX_LOSS = 0.01
 
 
-def _count_chars(text: str) -> Counter[str]:
+def _count_chars(texts: list[str]) -> Counter[str]:
     """Count characters but white space, whatever their case, their form (NFKC), and the kind of double quotes."""
-    text = text.replace("``", '"').replace("''", '"').casefold()
-    return Counter("".join(unicodedata.normalize("NFKC", text).split()))
+    plain = (text.replace("``", '"').replace("''", '"').casefold() for text in texts)
+    return Counter(itertools.chain.from_iterable("".join(unicodedata.normalize("NFKC", x).split()) for x in plain))
 
 
 def check_losses(encoder: TextEncoder, corpus: dict[str, Documents], seed: int, flag: str, is_allowed: bool) -> None:
@@ -26,19 +26,14 @@ def check_losses(encoder: TextEncoder, corpus: dict[str, Documents], seed: int, 
     :raises UserError: if that is more than MAX_LOSS of the characters or tokens, and not allowed
     """
     tokenizer = encoder.tokenizer
-    before, after, num_tokens, num_unknown = Counter(), Counter(), 0, 0
-    had_capitals = has_capitals = False
     samples = (documents.sample(max(MIN_CHARS, documents.num_chars // 100), seed) for documents in corpus.values())
-    for document in itertools.chain.from_iterable(samples):
-        text = document.replace(tokenizer.unk_token or "", "")  # WikiText has <unk> itself
-        (ids,) = encoder.encode([text])
-        decoded = tokenizer.decode(ids, skip_special_tokens=True)
-        had_capitals |= text != text.lower()
-        has_capitals |= decoded != decoded.lower()
-        before += _count_chars(text)
-        after += _count_chars(decoded)
-        num_tokens += len(ids)
-        num_unknown += int(np.count_nonzero(ids == encoder.unknown_id))
+    # WikiText has <unk> itself.
+    texts = [text.replace(tokenizer.unk_token or "", "") for text in itertools.chain.from_iterable(samples)]
+    ids = encoder.encode(texts)
+    decoded = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    before, after, tokens = _count_chars(texts), _count_chars(decoded), np.concatenate(ids)
+    num_tokens, num_unknown = len(tokens), np.count_nonzero(tokens == encoder.unknown_id)
+    had_capitals, has_capitals = (any(x != x.lower() for x in part) for part in (texts, decoded))
     lost, num_chars = before - after, before.total()
     examples = ", ".join(f"'{char}' (U+{ord(char):04X}) {count:,} times" for char, count in lost.most_common(5))
     what = f"the tokenizer loses {lost.total():,} of {num_chars:,} characters{examples and f': {examples}'}; "
