@@ -153,10 +153,10 @@ def prepare(args: TokenizationArguments) -> Manifest:
     from cotrain.common.atomic_files import check_target, new_folder, temporary_folder
     from cotrain.data.corpus import read_corpus
     from cotrain.data.loading import check_samples
-    from cotrain.data.losses import check_losses
     from cotrain.data.packing import PackingConfig
     from cotrain.data.preparation import open_encoder, open_workers, save_manifest, tokenize_split
     from cotrain.data.sources import open_dataset, open_files, open_sample
+    from cotrain.data.tokenizers import check_losses
 
     # Fail early: check outputs first, then inputs.
     if args.archive is not None:
