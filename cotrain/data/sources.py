@@ -92,16 +92,18 @@ def _find_suffix(path: Path) -> str:
 
 
 def _read_file(path: Path, kind: str, column: str, encoding: str | None) -> Iterator[str | None]:
-    """Yield the rows of a file: lines, or the texts that a builder of `datasets` reads."""
-    options = {} if kind == "parquet" else {"encoding": encoding or find_encoding(path)}
-    if kind == "text":
-        yield from _read_lines(path, **options)
-        return
-    import datasets  # takes a second, which plain text need not wait for
+    """Yield the rows of a file: lines, of at most READ_CHARS characters, or what a builder of `datasets` reads."""
+    with _explain(path.name):
+        options = {} if kind == "parquet" else {"encoding": encoding or find_encoding(path)}
+        if kind == "text":
+            with io.TextIOWrapper(_open(path), **options) as file:
+                yield from iter(partial(file.readline, READ_CHARS), "")
+            return
+        import datasets  # takes a second, which plain text need not wait for
 
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the messages are in ours
-    options |= {"sep": "\t"} if _find_suffix(path) == ".tsv" else {}
-    with _explain(path.name):  # one dataset for each file: files with other columns do not fit into one
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the messages are in ours
+        options |= {"sep": "\t"} if _find_suffix(path) == ".tsv" else {}
+        # One dataset for each file: files with other columns do not fit into one.
         dataset = datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True, **options)
         yield from _read_column(path.name, dataset, column)
 
@@ -115,9 +117,8 @@ def _explain(name: str) -> Iterator[None]:
         raise
     except Exception as error:  # of any kind: zlib's, pyarrow's, pandas', Unicode's, the system's
         reason = " ".join(str(error.__cause__ or error).split())[:200]
-        raise UserError(
-            f"'{name}' cannot be read ({reason}); repair it, leave it out, or pass its --encoding"
-        ) from error
+        remedy = "repair it, leave it out, or pass its --encoding"
+        raise UserError(f"'{name}' cannot be read ({reason}); {remedy}") from error
 
 
 def _open(path: Path) -> io.BufferedReader:
@@ -125,18 +126,12 @@ def _open(path: Path) -> io.BufferedReader:
     return io.BufferedReader(fsspec.open(str(path), compression="infer").open())
 
 
-def _read_lines(path: Path, encoding: str) -> Iterator[str]:
-    """Yield the lines of a file. A line of more than READ_CHARS characters is split."""
-    with _explain(path.name), io.TextIOWrapper(_open(path), encoding) as file:
-        yield from iter(partial(file.readline, READ_CHARS), "")
-
-
 @cache
 def find_encoding(path: Path) -> str:
     """Return UTF-8, or the encoding that charset-normalizer finds and this prints; UserError if a file is not text."""
     if zipfile.is_zipfile(path) and len(zipfile.ZipFile(path).namelist()) > 1:
         raise UserError(f"'{path.name}' has several files; unpack it, and pass the folder")
-    with _explain(path.name), _open(path) as file:
+    with _open(path) as file:
         sample = b"".join(file.readlines(READ_CHARS))
     if not sample.strip():
         raise UserError(f"'{path.name}' has no text; pass a file that is not empty")
