@@ -105,21 +105,16 @@ def _keep_fields(fields: dict[str, object], config_class: type[PretrainedConfig]
     :raises UserError: if one is out of bounds that the code of the model type names; others are left out
     """
     kept = {}
+    files = [*Path(inspect.getfile(config_class)).parent.glob("*.py"), Path(inspect.getfile(modeling_rope_utils))]
     for key, value in fields.items():
         try:
             kept |= _check_value(key, {key: value})
         except ValueError:
-            if _is_read(key, config_class):
+            use = re.compile(rf"[.\"']{re.escape(key)}\b|^    {re.escape(key)}:", re.MULTILINE)
+            if any(use.search(file.read_text(encoding="utf-8")) for file in files):
                 reason = f"'{key}' is {value!r:.40} in the model configuration, which is out of bounds"
                 raise UserError(f"{flag}: {reason}") from None
     return kept
-
-
-def _is_read(name: str, config_class: type[PretrainedConfig]) -> bool:
-    """Whether transformers' code of a model type reads or declares a field."""
-    files = [*Path(inspect.getfile(config_class)).parent.glob("*.py"), Path(inspect.getfile(modeling_rope_utils))]
-    use = re.compile(rf"[.\"']{re.escape(name)}\b|^    {re.escape(name)}:", re.MULTILINE)
-    return any(use.search(file.read_text(encoding="utf-8")) for file in files)
 
 
 def _check_value(key: str, value: object, depth: int = MAX_DEPTH) -> Field:

@@ -7,7 +7,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -137,19 +137,15 @@ def explain(subject: str, error: Exception) -> Finding:
 def check_versions(requirements: str) -> Finding:
     """Compare the installed packages with the pinned ones, in the text of requirements.txt."""
     pinned = dict(re.findall(r"^([\w-]+)==([\w.]+)", requirements, re.MULTILINE))
-    found = {name: find_version(name) for name in pinned}
+    found = dict.fromkeys(pinned)
+    for name in pinned:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name).partition("+")[0]
     wrong = [name for name in pinned if found[name] != pinned[name]]
     text = ", ".join(f"{name} {found[name]} instead of {pinned[name]}" for name in wrong)
     is_fault = any(name == MUST_BE_EQUAL or found[name] is None for name in wrong)
     advice = "Run pip install -r requirements.txt" if is_fault else ""
     return Finding("versions", text or "those of requirements.txt", advice)
-
-
-def find_version(package: str) -> str | None:
-    try:
-        return version(package).partition("+")[0]
-    except PackageNotFoundError:
-        return None
 
 
 def check_open_files(limit: int) -> Finding:
