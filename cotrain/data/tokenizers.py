@@ -121,8 +121,9 @@ def check_losses(encoder: TextEncoder, corpus: dict[str, Documents], seed: int, 
     """
     tokenizer = encoder.tokenizer
     samples = (documents.sample(max(MIN_CHARS, documents.num_chars // 100), seed) for documents in corpus.values())
-    # WikiText has <unk> itself.
-    texts = [text.replace(tokenizer.unk_token or "", "") for text in itertools.chain.from_iterable(samples)]
+    # WikiText has <unk> itself. On one line, the encoder has its fast way, which leaves the words to the workers.
+    unknown = tokenizer.unk_token or ""
+    texts = [" ".join(text.replace(unknown, "").split()) for text in itertools.chain.from_iterable(samples)]
     ids = encoder.encode(texts)
     decoded = tokenizer.batch_decode(ids, skip_special_tokens=True)
     before, after, tokens = _count_chars(texts), _count_chars(decoded), np.concatenate(ids)

@@ -19,7 +19,6 @@ def start_trainer(train: Callable[[TrainerArguments, StopSignal], None], descrip
         args = TrainerArguments(*command_line.arguments)
         if args.training.status:
             sys.exit(show_status(Path(args.training.output_dir)))
-        require_packages(command_line.arguments)
         ignore_launcher()
         guard_children()
         if not args.training.check:
