@@ -53,6 +53,7 @@ def main() -> None:
         from hivemind.utils import get_logger
 
         from cotrain.common.logs import setup_logging
+        from cotrain.common.run_folder import claim_folder
         from cotrain.monitoring.evaluation import EvaluationLoop, Evaluator
         from cotrain.monitoring.reporters import Reporters
         from cotrain.peer.peer import open_peer, supervise
@@ -70,6 +71,7 @@ def main() -> None:
         model = build_model(task, peer_args.run_id)
         output_dir, run_id = Path(args.output_dir), peer_args.run_id
         peer = stack.enter_context(open_peer(peer_args, output_dir, client_mode=True, stop=stop))
+        claim_folder(output_dir, run_id)
         logger.info(f"This evaluator is {peer.dht.peer_id}")
         # One evaluation may take hours.
         watchdog = stack.enter_context(supervise({"DHT": peer.dht}, 12.0, 0, longest_wait=86_400.0))

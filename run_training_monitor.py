@@ -127,6 +127,7 @@ def monitor(
     """Run the monitor. `find_run_config` returns the first four; `stated`: flags of the command line -> values."""
     # Seconds of imports, which --help and a wrong flag need not wait for.
     from cotrain.common.logs import setup_logging
+    from cotrain.common.run_folder import claim_folder
     from cotrain.monitoring.advice import Adviser
     from cotrain.monitoring.aggregation import MetricsAggregator
     from cotrain.monitoring.contributors import Contributors
@@ -162,6 +163,7 @@ def monitor(
     with ExitStack() as stack:
         # The peer that the others join through
         peer = stack.enter_context(open_peer(peer_args, output_dir, False, stop, is_alone))
+        claim_folder(output_dir, run_id)
         longest_wait = 600.0 + 10 * args.refresh_period
         watchdog = stack.enter_context(supervise({"DHT": peer.dht}, 12.0, 0, longest_wait))
         visible_maddrs = peer.dht.get_visible_maddrs()

@@ -35,6 +35,7 @@ _LAUNCHERS = re.compile(
     r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE))|ROLE_NAME|MASTER_(ADDR|PORT)|MPI_LOCALN?RANK(S|ID)|"
     r"(TORCHELASTIC|OMPI_COMM_WORLD|PMI|MV2_COMM_WORLD|ACCELERATE|FSDP)_\w+"
 )
+_REQUESTS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # to stop
 _libc = ctypes.CDLL(None, use_errno=True)
 _exits: list[threading.Timer] = []  # of `exit_after`
 
@@ -75,7 +76,13 @@ def guard_children() -> None:
     # "spawn" and "forkserver" (Python 3.14's default) pickle the process object; averagers hold locks, which cannot be
     # pickled.
     multiprocessing.set_start_method("fork", force=True)
-    os.register_at_fork(after_in_child=leave_with_parent)
+    # Before it is detached, a child has the handlers of its parent: a Ctrl-C would count twice.
+    masks: list[set] = []
+    os.register_at_fork(
+        before=lambda: masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, _REQUESTS)),
+        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop()),
+        after_in_child=lambda: (leave_with_parent(), signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop())),
+    )
 
 
 def start_shared_memory_manager() -> None:
@@ -161,7 +168,7 @@ class StopSignal:
         threading.Thread(target=self._watch, name="StopSignal", daemon=True).start()
 
     def __enter__(self) -> "StopSignal":
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in _REQUESTS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._handle)
         self._previous_fd = signal.set_wakeup_fd(self._writing_end, warn_on_full_buffer=False)
@@ -204,7 +211,9 @@ class StopSignal:
         self.event.set()
         exit_after(self.grace, 0, f"Still busy {self.grace:.0f} seconds after the signal")
         second = self._read_signal()
-        while second == signal.SIGHUP != first:  # systemd ends a session with SIGTERM and SIGHUP
+        while (
+            second == signal.SIGHUP
+        ):  # a shell and the kernel each send one at the end of a terminal, systemd another
             second = self._read_signal()
         _say("Stopped at once")
         # By the signal itself: a shell then ends its loop, and systemd does not start the peer again.
@@ -240,6 +249,7 @@ class Watchdog(PeriodicThread):
         super().__init__(period=1.0)
         self.children, self.longest_wait = children, longest_wait
         self._silences = dict.fromkeys(children, (-1, 0))  # beats, and checks since the last one
+        self._num_stopped = 0  # checks for which a daemon has been stopped
         self.record_work()
         self.daemons = [
             process
@@ -254,10 +264,12 @@ class Watchdog(PeriodicThread):
     def find_fault(self) -> str | None:
         """Return why the process must end; None if it is well."""
         dead = [name for name, child in self.children.items() if not child.is_alive()]
-        dead += ["p2p daemon" for process in self.daemons if not _is_running(process)]
+        ended = psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE
+        dead += ["p2p daemon" for process in self.daemons if _status(process) in ended]
         if dead:
             return f"The {dead[0]} process has died (out of memory?); start again to rejoin"
         silent = [name for name, (_, silence) in self._silences.items() if silence >= self.MAX_SILENCE]
+        silent += ["p2p daemon"] * (self._num_stopped >= self.MAX_SILENCE)
         if silent:
             return f"The {silent[0]} process hangs or was stopped; start again to rejoin"
         if time.monotonic() > self._worked_at + self.longest_wait:
@@ -268,12 +280,14 @@ class Watchdog(PeriodicThread):
         for name, child in self.children.items():
             beats, silence = self._silences[name]
             self._silences[name] = child.beats.value, silence + 1 if child.beats.value == beats else 0
+        is_stopped = any(_status(process) == psutil.STATUS_STOPPED for process in self.daemons)
+        self._num_stopped = self._num_stopped + 1 if is_stopped else 0
         if (fault := self.find_fault()) and not self.stopped.is_set():
             end_process(TEMPORARY, fault, logging.ERROR)
 
 
-def _is_running(process: psutil.Process) -> bool:
+def _status(process: psutil.Process) -> str:
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return process.status() if process.is_running() else psutil.STATUS_DEAD
     except psutil.NoSuchProcess:
-        return False
+        return psutil.STATUS_DEAD

@@ -5,6 +5,7 @@ is moved to `other-runs/RUN_ID` inside, and back once a peer of that run starts 
 """
 
 import contextlib
+import hashlib
 import json
 import logging
 import time
@@ -16,14 +17,16 @@ from cotrain.common.json_file import write_json
 logger = logging.getLogger(__name__)
 
 OWNER_FILE = "run.json"
-# What belongs to a run. A peer's identity stays, and dashboards, which have a project for each run.
-PATTERNS = ("checkpoint-*", "*.jsonl", "rounds.jsonl.1", "contributors.json", "status.json", "wandb_run_id")
+# What belongs to a run and is kept. A peer's identity stays, and dashboards, which have a project for each run.
+PATTERNS = ("checkpoint-[0-9]*", "metrics.jsonl", "evaluations.jsonl", "rounds.jsonl", "rounds.jsonl.1",
+            "contributors.json", "wandb_run_id")  # fmt: skip
+MAX_NAME = 200  # bytes of a folder's name: most file systems take 255
 
 
 def claim_folder(folder: Path, run_id: str) -> None:
     """Make a folder that of a run. The caller holds the folder's lock."""
     owner = find_run(folder) or run_id
-    places = {run: folder / "other-runs" / quote(run, safe="") for run in (owner, run_id)}
+    places = {run: folder / "other-runs" / _folder_name(run) for run in (owner, run_id)}
     if owner != run_id:
         _move_run(folder, places[owner])
         logger.warning(
@@ -41,6 +44,12 @@ def find_run(folder: Path) -> str | None:
                 if run_id := json.loads(path.read_text(encoding="utf-8"))["run_id"]:  # none while a trainer starts
                     return str(run_id)
     return None
+
+
+def _folder_name(run_id: str) -> str:
+    name = quote(run_id, safe="")
+    digest = hashlib.sha256(run_id.encode()).hexdigest()[:16]
+    return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 20]}-{digest}"
 
 
 def _move_run(source: Path, target: Path) -> None:

@@ -23,7 +23,6 @@ from cotrain.averaging.patches import apply_patches
 from cotrain.common.atomic_files import lock_folder, remove_leftovers
 from cotrain.common.errors import TEMPORARY, TemporaryError, UserError
 from cotrain.common.processes import StopSignal, Watchdog, exit_after, keep_memory_shared, start_shared_memory_manager
-from cotrain.common.run_folder import claim_folder
 from cotrain.dht.node import SafeDHT, use_own_socket_folder
 from cotrain.dht.records import peer_id_of
 from cotrain.dht.run_records import make_validators
@@ -49,13 +48,12 @@ def open_peer(
 ) -> Iterator[Peer]:
     """Run a DHT peer that has joined the other peers and stays connected to them. See `start_peer`.
 
-    :param output_dir: folder of the peer, locked against a second peer, see `claim_folder`
+    :param output_dir: folder of the peer, locked against a second peer
     :raises UserError: if another peer uses the folder, or no peer can be reached
     """
     with lock_folder(output_dir, "--output_dir"), open_tunnel(args):
         remove_leftovers(output_dir)
         stop.defer()
-        claim_folder(output_dir, args.run_id)
         identity_path = Path(args.identity_path or output_dir / "identity.key")
         if args.initial_peers and not is_alone:
             logger.info(f"Joining the collaboration through {', '.join(args.initial_peers)}")

@@ -225,7 +225,7 @@ def find_run_config(
         return command_line.arguments, None, is_organiser, fault is not None
     arguments = _take(config, command_line, peer_args.initial_peers)
     config.keep(path)
-    if organiser not in (None, config.organiser):
+    if kept is not None and organiser != config.organiser and kept.settings["run_id"] == config.settings["run_id"]:
         logger.warning(f"The organiser has changed: it was {organiser}, and is {config.organiser} now")
     vouched = "" if config.organiser in (config.publisher, organiser) else f", vouched for by {config.publisher}"
     logger.info(f"Joining run {config.settings['run_id']} of organiser {config.organiser}{vouched}")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from cotrain.common.errors import UserError
+from cotrain.common.errors import describe
 from cotrain.common.json_file import write_json
 
 FILE_NAME = "status.json"
@@ -139,14 +139,15 @@ def write_status(folder: Path, status: TrainerStatus) -> None:
 
 @contextlib.contextmanager
 def recorded_start(folder: Path) -> Iterator[None]:
-    """Write that a trainer starts, and the error with which it ends, unless another one runs in the folder."""
+    """Write that a trainer starts, and that or why it ends, unless another one runs in the folder."""
     if is_free := find_fault(read_status(folder), folder) is not None:
         write_status(folder, TrainerStatus("", "", 0, time=time.time()))
     try:
         yield
-    except UserError as error:
+    except (Exception, SystemExit) as error:
         if is_free and (status := read_status(folder)) is not None:
-            write_status(folder, replace(status, ended_at=status.ended_at or time.time(), error=str(error)))
+            reason = "" if isinstance(error, SystemExit) else describe(error)
+            write_status(folder, replace(status, ended_at=status.ended_at or time.time(), error=reason))
         raise
 
 

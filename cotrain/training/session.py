@@ -20,6 +20,7 @@ from cotrain.common.errors import TemporaryError, UserError, first_line
 from cotrain.common.json_file import JsonLinesFile
 from cotrain.common.names import derive_name, label
 from cotrain.common.processes import StopSignal, Watchdog
+from cotrain.common.run_folder import claim_folder
 from cotrain.dht import run_records
 from cotrain.dht.metrics_schema import history_length
 from cotrain.dht.records import signer_of
@@ -302,6 +303,7 @@ def open_session(
     stop: StopSignal,
 ) -> Iterator[TrainingSession]:  # fmt: skip
     """Open a trainer's session. The process ends if a child process dies or if no local step is completed for long."""
+    claim_folder(Path(args.training.output_dir), args.collaboration.run_id)
     relay = RunConfigRelay.of_run(peer, args, args.collaboration)
     relay.publish()  # before anybody knows the address
     if not args.collaboration.client_mode:

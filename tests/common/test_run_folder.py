@@ -12,7 +12,7 @@ def write(folder: Path, run_id: str, *steps: int) -> None:
     """Write what a monitor and a trainer of a run leave."""
     for name in ("metrics.jsonl", "evaluations.jsonl", "rounds.jsonl", "wandb_run_id"):
         (folder / name).write_text(run_id, encoding="utf-8")
-    for name in ("contributors.json", "status.json", *(f"checkpoint-{step}/collaboration.json" for step in steps)):
+    for name in ("contributors.json", *(f"checkpoint-{step}/collaboration.json" for step in steps)):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(json.dumps({"run_id": run_id}), encoding="utf-8")
 
@@ -57,7 +57,7 @@ def test_each_run_continues_with_its_own_files(folder, caplog):
     assert read(folder) == second
 
 
-@pytest.mark.parametrize("left", ["status.json", "contributors.json", "checkpoint-20/collaboration.json"])
+@pytest.mark.parametrize("left", ["contributors.json", "checkpoint-20/collaboration.json"])
 def test_folder_of_an_earlier_version_says_whose_it_is(folder, caplog, left):
     folder.mkdir()
     write(folder, "first", 20)
@@ -66,6 +66,22 @@ def test_folder_of_an_earlier_version_says_whose_it_is(folder, caplog, left):
             path.unlink()
     claim_folder(folder, "second")
     assert {path.name for path in folder.iterdir()} == {"other-runs", "run.json"} and len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize("run_id", ["日" * 100, "é" * 100, "x" * 100, "../x"])
+def test_run_of_any_name_has_a_folder(folder, run_id):
+    begin(folder, run_id, 20)
+    begin(folder, "second", 10)
+    begin(folder, run_id)
+    assert (folder / "checkpoint-20").is_dir() and (folder / "metrics.jsonl").read_text(encoding="utf-8") == run_id
+
+
+def test_files_of_the_user_stay(folder):
+    begin(folder, "first", 20)
+    (folder / "train.jsonl").touch()
+    (folder / "checkpoint-best").symlink_to("checkpoint-20")
+    claim_folder(folder, "second")
+    assert (folder / "train.jsonl").exists() and (folder / "checkpoint-best").is_symlink()
 
 
 def test_files_of_nobody_are_used(folder):
@@ -79,7 +95,7 @@ def test_interrupted_move_is_completed_and_nothing_is_replaced(folder):
     begin(folder, "first", 600)
     (folder / "other-runs" / "first").mkdir(parents=True)
     (folder / "other-runs" / "first" / "metrics.jsonl").write_text("earlier", encoding="utf-8")
-    (folder / "run.json").write_text("no JSON", encoding="utf-8")  # status.json says it, too
+    (folder / "run.json").write_text("no JSON", encoding="utf-8")  # contributors.json says it, too
     claim_folder(folder, "second")
     claim_folder(folder, "first")
     assert (folder / "metrics.jsonl").read_text(encoding="utf-8") == "first"

@@ -163,25 +163,57 @@ def test_signals_end_a_process_that_is_in_a_call_of_c(start, number):
     process = start("block")
     process.send(number)
     assert b"stopping" in process.process.stderr.readline()
-    process.send(number)
-    assert process.wait() == -number
+    second = signal.SIGTERM if number == signal.SIGHUP else number
+    process.send(second)
+    assert process.wait() == -second
     assert b"Stopped at once" in process.process.stderr.read()
 
 
-def test_hang_up_is_ignored_under_nohup_and_no_second_request_of_systemd(start):
+def test_hang_up_is_ignored_under_nohup_and_is_never_a_second_request(start):
     process = start("stop", prefix=["nohup"], stdout=subprocess.DEVNULL)
     process.send(signal.SIGHUP, signal.SIGHUP, signal.SIGTERM)
     assert process.wait() == 0 and process.has_stopped
     assert b"SIGTERM: stopping" in process.process.stderr.read()
-    process = start("stop")
-    process.send(signal.SIGTERM, signal.SIGHUP)  # what systemd sends to a session that ends
-    assert process.wait() == 0 and process.has_stopped
+    # What systemd sends to a session that ends, and a shell and the kernel at the end of a terminal
+    for numbers in ((signal.SIGTERM, signal.SIGHUP), (signal.SIGHUP, signal.SIGHUP, signal.SIGHUP)):
+        process = start("linger", grace=1.0)
+        process.send(numbers[0])
+        assert b"stopping" in process.process.stderr.readline()
+        process.send(*numbers[1:])
+        assert process.wait() == 0
 
 
 @with_outputs(closed_pipe, lost_terminal)
 def test_exit_code_does_not_depend_on_the_output(start, output):
     with output() as stream:
         assert start("fail", stdout=stream, stderr=stream).wait() == 75
+
+
+def test_ctrl_c_counts_once_while_children_are_forked():
+    """A child that is not detached yet has the handlers of its parent, and the pipe that the parent reads."""
+    script = """\
+import multiprocessing, os, signal, time
+from cotrain.common.processes import StopSignal, guard_children
+
+guard_children()
+with StopSignal(grace=1e6) as stop:
+    stop.defer()
+    number = 0
+    while not stop.is_set():
+        child = multiprocessing.Process(target=time.sleep, args=(0,))
+        child.start()
+        number += 1
+        if number == 5:
+            print("ready", flush=True)
+        child.join()
+    time.sleep(0.2)  # for a second request, which would end it
+"""
+    for _ in range(5):
+        command = ["env", "--default-signal=INT", sys.executable, "-c", script]
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, start_new_session=True) as process:
+            assert process.stdout.readline() == b"ready\n"
+            os.killpg(process.pid, signal.SIGINT)
+            assert process.wait(timeout=120) == 0
 
 
 def test_closed_streams_are_no_files_to_write_to(tmp_path):
