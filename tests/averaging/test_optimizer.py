@@ -273,7 +273,7 @@ def test_peer_with_values_that_are_not_finite_is_banned_for_ten_minutes():
     optimizer = build()
     banned = []
     optimizer.grad_averager._matchmaking = SimpleNamespace(ban=lambda *ban: banned.append(ban))
-    optimizer.grad_averager._ban_violators(SimpleNamespace(violations=lambda: {PEER.dht.peer_id: "NaN"}))
+    optimizer.grad_averager._ban_violators(SimpleNamespace(violations={PEER.dht.peer_id: "NaN"}))
     ((peer_id, until),) = banned
     assert peer_id == PEER.dht.peer_id and 590 < until - time.time() <= 600
 
