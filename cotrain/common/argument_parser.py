@@ -99,7 +99,7 @@ def read_settings(path: str) -> Iterator[tuple[str, list[str] | str]]:
         raise ArgumentsError(f"the file is not YAML: {error}") from None
     require(isinstance(root, yaml.MappingNode), "the file must have lines such as 'run_id: my-albert'")
     for key, value in root.value:
-        require(isinstance(key, yaml.ScalarNode), "the file must have lines such as 'run_id: my-albert'")
+        require(isinstance(key, yaml.ScalarNode), "a name is nested: write lines such as 'run_id: my-albert'")
         parts = value.value if isinstance(value, yaml.SequenceNode) else [value]
         for part in (key, *parts):
             require(isinstance(part, yaml.ScalarNode), f"--{key.value} is nested: write one text, or a list of texts")
