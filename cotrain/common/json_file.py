@@ -84,7 +84,8 @@ class JsonLinesFile:
             os.truncate(path, end)
 
     def write(self, record: dict) -> None:
-        self._waiting.append(json.dumps(record).encode() + b"\n")
+        line = json.dumps(record, allow_nan=self.max_bytes is not None)  # what others read has no NaN
+        self._waiting.append(line.encode() + b"\n")
         self.flush()
 
     def flush(self) -> None:

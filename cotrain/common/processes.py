@@ -211,9 +211,8 @@ class StopSignal:
         self.event.set()
         exit_after(self.grace, 0, f"Still busy {self.grace:.0f} seconds after the signal")
         second = self._read_signal()
-        while (
-            second == signal.SIGHUP
-        ):  # a shell and the kernel each send one at the end of a terminal, systemd another
+        # The shell, the kernel and systemd may each send a SIGHUP when a terminal ends.
+        while second == signal.SIGHUP:
             second = self._read_signal()
         _say("Stopped at once")
         # By the signal itself: a shell then ends its loop, and systemd does not start the peer again.

@@ -81,7 +81,7 @@ class Clock:
         self.now, self._plans = 0.0, []
 
     def at(self, seconds: float, action: Callable[[], object]) -> None:
-        """Plan an action for so many seconds from now."""
+        """Schedule an action in this number of seconds."""
         self._plans.append((self.now + seconds, action))
 
     def monotonic(self) -> float:
