@@ -206,7 +206,7 @@ class InvitedP2P(RelayedP2P):
 class InvitedDHT(SafeDHT):
     """DHT peer whose P2P, with its replicas in other processes, communicates with invited peers only."""
 
-    p2p_class = InvitedP2P
+    p2p_class, is_open = InvitedP2P, False
 
     def __init__(self, *args, admission: Admission, **kwargs):
         self.admission = admission

@@ -32,10 +32,9 @@ class GradientAccumulator:
             return self.num_samples
 
     @torch.no_grad()
-    def load(self, max_norm: float) -> int:
+    def load(self) -> int:
         """Load the mean of the accumulated gradients as the contribution to a round, and start a new sum.
 
-        :param max_norm: the mean is clipped to it (0: no bound). Clipping each micro-batch would bias the mean
         :returns: the number of samples in the contribution; 0 if the sum of the finite gradients has overflowed
         """
         with self.lock:
@@ -43,7 +42,7 @@ class GradientAccumulator:
             for total, mean in zip(self._sums, self.contribution, strict=True):
                 mean.copy_(total).mul_(1.0 / max(1, num_samples))
             self.drop()
-        if math.isfinite(clip_norm(self.contribution, max_norm)):
+        if math.isfinite(clip_norm(self.contribution, 0.0)):
             return num_samples
         torch._foreach_zero_(self.contribution)
         return 0
@@ -103,8 +102,8 @@ class UpdateAccumulator:
             return self.num_samples
 
     @torch.no_grad()
-    def load(self, max_norm: float) -> int:
-        """Load the pseudo-gradient, clipped to `max_norm`, as the contribution to a round.
+    def load(self) -> int:
+        """Load the pseudo-gradient as the contribution to a round.
 
         :returns: the number of samples in the contribution; 0 if the parameters of the model are not finite
         """
@@ -116,7 +115,7 @@ class UpdateAccumulator:
             ):
                 loaded.copy_(parameter)
                 torch.sub(base, loaded, out=difference)
-            if not math.isfinite(clip_norm(self.contribution, max_norm)):
+            if not math.isfinite(clip_norm(self.contribution, 0.0)):
                 num_samples = 0
                 torch._foreach_copy_(self._loaded, self._base)
                 torch._foreach_zero_(self.contribution)

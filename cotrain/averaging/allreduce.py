@@ -29,7 +29,15 @@ from hivemind.proto import averaging_pb2, runtime_pb2
 from hivemind.utils import get_logger
 from hivemind.utils.asyncio import achain, amap_in_executor, as_aiter
 
-from cotrain.averaging.bounds import ANSWERED_CHANGE, MIN_WEIGHT, NORM_TOLERANCE, Bounds, ViolationError
+from cotrain.averaging.bounds import (
+    ANSWERED_FACTOR,
+    ANSWERED_NORM,
+    MIN_WEIGHT,
+    REPORTED,
+    Bounds,
+    ViolationError,
+    norm_of,
+)
 from cotrain.averaging.reducer import Part, Reducer
 from cotrain.averaging.wire import check_tensor
 
@@ -115,9 +123,7 @@ class AllReduce:
         self.peer_id, peer_ids = self.p2p.peer_id, self.peer_ids
         self._others = [peer_id for peer_id in peer_ids if peer_id != self.peer_id]
         self.weight, self.parameter_weight = max(self.weight, MIN_WEIGHT), max(self.parameter_weight, MIN_WEIGHT)
-        self._answer_bounds = replace(
-            bounds, gradient_norm=NORM_TOLERANCE * bounds.gradient_norm, parameter_change=ANSWERED_CHANGE
-        )
+        self._answer_bounds = replace(bounds, parameter_change=ANSWERED_FACTOR * bounds.parameter_change)
         cuts = [block.cut(compression, part_size_bytes, int.from_bytes(self.group_id, "big")) for block in blocks]
         parts = {peer_id: list(chain(*of_peer)) for peer_id, *of_peer in zip(peer_ids, *cuts, strict=True)}
         self._takers = {peer_id for block in blocks for peer_id in block.takers or ()}
@@ -136,6 +142,11 @@ class AllReduce:
         self.was_late = False  # whether a reducer has closed a part without this peer's values
         self.violations: dict[PeerID, str] = {}  # members that have sent what no honest peer sends, and what it was
         self._excesses: dict[PeerID, str] = {}  # of answers
+        # Squared norms of the averages of gradients of each reducer: of those that have arrived, and their bound
+        self._energy, self._most_energy = dict.fromkeys(self._others, 0.0), dict[PeerID, float]()
+        for peer_id in self._others:
+            own = math.hypot(*(norm_of(part.own) for part in parts[peer_id] if part.is_gradient))
+            self._most_energy[peer_id] = max(ANSWERED_NORM * own, bounds.answered_norm) ** 2
         self._answered: set[PeerID] = set()  # reducers of which an answer has arrived
         # Those that have answered with parameters, and those whose parameters were too far from this peer's
         self._averaging, self._far = set[PeerID](), set[PeerID]()
@@ -170,9 +181,7 @@ class AllReduce:
 
     def weights(self) -> dict[PeerID, float]:
         """Return the gradient weights of the members, known only if this peer reduces a gradient part."""
-        reduces_gradients = any(part.is_gradient for part in self.reducer.parts)
-        own = {self.peer_id: self.weight} if reduces_gradients else {}
-        return own | self.reducer.weights
+        return {self.peer_id if sender is None else sender: weight for sender, weight in self.reducer.weights.items()}
 
     def silent_reducers(self) -> set[PeerID]:
         """Return the other reducers that have answered nothing; none if nobody has: it may be this peer's link."""
@@ -286,6 +295,8 @@ class AllReduce:
             if message.weight == DIFFERENCE:
                 average = part.own + average
             average, _, excess = self._answer_bounds.clip(part.info, average, part.own, weight=1.0)
+            if part.is_gradient:
+                average, excess = self._bound_average(peer_id, average)
         except ValueError as error:
             self.violations[peer_id] = str(error)
             raise
@@ -305,6 +316,16 @@ class AllReduce:
             self._received[part.info.role] += part.own.numel()
         self._num_answered[peer_id] += not part.is_given
         self.was_late |= self._num_answered[peer_id] > self._num_opened[peer_id]
+
+    def _bound_average(self, peer_id: PeerID, average: torch.Tensor) -> tuple[torch.Tensor, str | None]:
+        """Scale an average down if a reducer's averages are larger than the gradients of this peer explain."""
+        energy, before, most = norm_of(average) ** 2, self._energy[peer_id], self._most_energy[peer_id]
+        self._energy[peer_id] += energy
+        if before + energy <= most:
+            return average, None
+        excess = f"averages of more than {REPORTED:g} times the bound by this peer's gradients"
+        factor = math.sqrt(max(0.0, most - before) / energy)
+        return average * factor, excess if before + energy > REPORTED**2 * most else None
 
     # As a reducer
 

@@ -8,14 +8,15 @@ from hivemind.compression import CompressionInfo, TensorRole
 
 # Weight of a peer without samples. Not 0: a part for which all senders have weight 0 would be 0/0.
 MIN_WEIGHT = 1e-6
-# Tolerance for the norm of a clipped gradient: compression adds up to some percent.
-NORM_TOLERANCE = 1.1
-MAX_GRADIENT_NORM = 1e12  # bound without clipping: the square must not overflow in the optimizer's statistics
-MAX_RMS = 1e4  # of the elements of a parameter part; models of the supported families stay far below
+MAX_GRADIENT_NORM = 1e12  # of a part: the square must not overflow in the optimizer's statistics
 # Bound on the distance of a parameter part from this peer's, relative to the norm of that: of what one sender adds to
-# the mean, and of what a reducer answers. Honest peers differ by rounding, 0.03 to 0.4 %, and by an update that one
-# of them has missed: some percent, and 17 % in the first steps of a small model.
-SENT_CHANGE, ANSWERED_CHANGE = 0.1, 0.2
+# the mean; times ANSWERED_FACTOR, of what a reducer answers. Honest peers differ by rounding, 0.03 to 0.4 %, and by an
+# update that one of them has missed: some percent, and 17 % in the first steps of a small model.
+PARAMETER_CHANGE, ANSWERED_FACTOR = 0.1, 2.0
+# Bound on the norm of a reducer's averages of gradients, relative to that of this peer's gradients there. Their noise
+# is smaller in a mean over more samples.
+ANSWERED_NORM = 4.0
+REPORTED = 4.0  # excess of the norm of gradients, relative to its bound, that is reported
 
 
 class ViolationError(ValueError):
@@ -30,12 +31,14 @@ class Bounds:
     """
 
     weight: float = math.inf  # samples
-    gradient_norm: float = 0.0  # of a whole contribution, and so of each part; 0: no bound
     # Root mean square, per element, by which a parameter part may differ from this peer's own part, in addition to
-    # `parameter_change` times the own part's norm. None: no reference (a peer that lacks an update)
-    parameter_step: float | None = None
-    parameter_change: float = SENT_CHANGE
-    compares_norms: bool = False  # a gradient is also bounded by those of the other senders, see outliers.py
+    # `parameter_change` times the own part's norm
+    parameter_step: float = math.inf
+    parameter_change: float = PARAMETER_CHANGE
+    # Norm that a reducer's averages of gradients may have whatever this peer's gradients are: for peers without any
+    answered_norm: float = math.inf
+    believes_weights: bool = False  # see neighbours.py
+    are_updates: bool = False  # what is averaged are local updates instead of gradients
 
     def clip(
         self, info: CompressionInfo, part: torch.Tensor, own_part: torch.Tensor, weight: float
@@ -52,19 +55,14 @@ class Bounds:
             excess = f"a weight of {weight:g}, the bound is {self.weight:g}"
             weight = min(max(weight, MIN_WEIGHT), self.weight)
         if info.role == TensorRole.GRADIENT:
-            limit = NORM_TOLERANCE * self.gradient_norm + 1e-6 if self.gradient_norm else MAX_GRADIENT_NORM
-            if norm > limit:
-                return part * (limit / norm), weight, f"a gradient of norm {norm:.3g}, the bound is {limit:.3g}"
+            if norm > MAX_GRADIENT_NORM:  # see neighbours.py for the relative bounds
+                part, excess = part * (MAX_GRADIENT_NORM / norm), f"a gradient of norm {norm:.3g}"
             return part, weight, excess
-        scale = math.sqrt(part.numel())
-        if norm > MAX_RMS * scale:
-            part, excess = part * (MAX_RMS * scale / norm), f"parameters of norm {norm:.3g}"
-        if self.parameter_step is not None and weight > MIN_WEIGHT:
-            distance = norm_of(part - own_part)
-            bound = self.parameter_change * norm_of(own_part) + self.parameter_step * scale
-            if distance > bound:
-                part = torch.lerp(own_part, part, bound / distance)
-                excess = f"parameters at a distance of {distance:.3g} from this peer's, the bound is {bound:.3g}"
+        distance = norm_of(part - own_part) if weight > MIN_WEIGHT else 0.0
+        bound = self.parameter_change * norm_of(own_part) + self.parameter_step * math.sqrt(part.numel())
+        if distance > bound:
+            part = torch.lerp(own_part, part, bound / distance)
+            excess = f"parameters at a distance of {distance:.3g} from this peer's, the bound is {bound:.3g}"
         return part, weight, excess
 
 

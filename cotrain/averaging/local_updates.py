@@ -82,11 +82,8 @@ class LocalUpdatesOptimizer(CollaborativeOptimizer):
             return self.accumulator.add(num_samples)
 
     def _set_learning_rate(self) -> None:
-        """Set the learning rate of the global step that is computed.
-
-        Without local updates a global step has the rate of the step before it, as in hivemind: 0 in the first one.
-        """
-        set_schedule(self._schedule, self.local_epoch + 1)
+        """Set the learning rate of the global step that is computed."""
+        set_schedule(self._schedule, self.local_epoch)
         if self._num_inner_steps < INNER_WARMUP_STEPS:
             for group in self.inner.param_groups:
                 group["lr"] *= (self._num_inner_steps + 1) / INNER_WARMUP_STEPS

@@ -6,7 +6,6 @@ the offloaded parameters. The main thread copies these to the model at its next 
 steps therefore takes part in each round, with the gradients that it has.
 """
 
-import math
 import multiprocessing
 import os
 import threading
@@ -21,7 +20,6 @@ from hivemind.utils import get_logger
 from threadpoolctl import threadpool_limits
 
 from cotrain.averaging.accumulators import GradientAccumulator, clip_norm
-from cotrain.averaging.bounds import NORM_TOLERANCE
 from cotrain.averaging.coordinator import Outcome, RoundCoordinator, StepRecord
 from cotrain.averaging.history import add_mark, different_marks
 from cotrain.averaging.progress import WARN_SECONDS, ProgressTracker
@@ -282,12 +280,13 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         if not all_finite(self._offloaded_parameters()):
             self._is_broken = self._has_update = True  # the main thread finds the values in the model and recovers
             return
-        samples = self.accumulator.load(self.grad_averager.gradient_bound())
+        samples = self.accumulator.load()
         logger.info(f"Beginning optimizer step #{step}")
         self.tracker.begin_step(step, samples)
         loaded = time.monotonic()
         # A fast peer computes more samples than the bound in a slow round: they are the mean of more than they count.
         weight = min(float(samples), self.grad_averager.max_weight)
+        self.grad_averager.learning_rate.value = self.param_groups[0]["lr"]
         outcome, result = self.coordinator.average(step, weight)
         averaged = time.monotonic()
         self._in_round = False
@@ -332,7 +331,6 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         parameters, used, kind = None, samples, "updates" if self.grad_averager.local_updates else "gradients"
         if outcome == Outcome.AVERAGED:
             self.tracker.record_members(result.members, result.violations)
-            self._bound_gradients()
             used = round(result.weight) if result.distance <= LACKING else None
             parameters = self._take_parameters(step, result)
             logger.info(f"Averaged {kind} with {len(result.members)} peers")
@@ -353,6 +351,8 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             if self.grad_averager.includes_parameters(step):
                 self._add_mark(step, os.urandom(16), is_alone=True)
             logger.info(f"Nobody else is at step #{step}: proceeding with local {kind}")
+        # The norm is that of the average, the same at all peers, as in one process with the samples of all.
+        clip_norm(self.grad_averager.averaged_gradients, self.grad_averager.gradient_bound())
         self.state_averager.apply_update(step, parameters)
         self.state_averager.local_epoch = step
         self._has_update = True
@@ -393,13 +393,6 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             return self.accumulator.num_samples
         logger.info(f"Missed the round of step #{step}: carrying {samples} samples over into the next")
         return self._take_back(samples)
-
-    def _bound_gradients(self) -> None:
-        """Scale the averaged gradient down if its norm exceeds what honest peers send."""
-        bound = NORM_TOLERANCE * self.grad_averager.gradient_bound()
-        norm = clip_norm(self.grad_averager.averaged_gradients, bound)
-        if 0 < bound < norm or not math.isfinite(norm):
-            logger.warning(f"The averaged gradient has norm {norm:.3g}, the bound is {bound:.3g}: scaled it down")
 
     def _take_parameters(self, step: int, result: RoundResult) -> list[torch.Tensor] | None:
         """Return the averaged parameters and update `distance`; None if the round had none, or they are too far.

@@ -21,6 +21,7 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 from cotrain.arguments import ProgressTrackerArguments
 from cotrain.averaging.history import MAX_DIFFERENT, different_marks, outranks
 from cotrain.averaging.matchmaking import RosterEntry
+from cotrain.averaging.neighbours import cap_weights
 from cotrain.averaging.progress_record import PROTOCOL, PeerProgress, parse_progress
 from cotrain.averaging.standing import LACKING
 from cotrain.dht.clock import run_time
@@ -49,6 +50,7 @@ class ProgressTracker(threading.Thread):
 
     :param public_key: the subkey of this peer's records, from `make_validators`
     :param target_batch_size: samples that all peers together accumulate for one global step
+    :param believes_weights: whether each sample that a peer claims counts, see neighbours.py
     :param args: its `min_refresh_period` also bounds the seconds between two reports of samples
 
     Set `schema`, which tells the rounds of this peer from those of peers with another model or compression, before the
@@ -56,11 +58,18 @@ class ProgressTracker(threading.Thread):
     """
 
     def __init__(
-        self, dht: DHT, run_id: str, target_batch_size: int, args: ProgressTrackerArguments, *, public_key: bytes
+        self,
+        dht: DHT,
+        run_id: str,
+        target_batch_size: int,
+        args: ProgressTrackerArguments,
+        *,
+        public_key: bytes,
+        believes_weights: bool = False,
     ):
         super().__init__(name="ProgressTracker", daemon=True)
         self.dht, self.key, self.args = dht, f"{run_id}_training_progress", args
-        self.target_batch_size, self.schema = target_batch_size, ""
+        self.target_batch_size, self.believes_weights, self.schema = target_batch_size, believes_weights, ""
         self.performance_ema = PerformanceEMA(alpha=args.performance_ema_alpha)
         self.on_refresh: Callable[[], None] = lambda: None
         self._subkey = public_key
@@ -246,28 +255,36 @@ class ProgressTracker(threading.Thread):
         return sum(step - 2 <= p.epoch and p.completed < step for p in self.side)
 
     def estimate(self) -> tuple[int, float]:
-        """Return the samples that are reported for the next step, and the estimated seconds until all of them are."""
+        """Return the samples that are reported for the next step, and the estimated seconds until all of them are.
+
+        A peer counts for a few times as many as the others, as in the round, see neighbours.py.
+        """
         step, now, own = self.next_step, time.monotonic(), self.local_progress
         reach = max(HEARTBEAT_SECONDS, SECONDS_PER_PEER * self.num_trainers)
-        total, estimated = 0, 0.0
-        rate = 1e-20
+        reported, estimated, rates, stuck = {}, {}, {}, set()
         for progress in [*self.counting, own]:
             # Other peers' samples are extrapolated for a heartbeat after the report, in large runs until the next
             # read: a killed peer computes no more.
             # This peer's samples are exact: a peer that is alone takes its step when it has all of them.
-            is_own = progress is own
+            peer_id, is_own = progress.peer_id, progress is own
             until = min(now, progress.seen + reach, progress.computed + MAX_EXTRAPOLATION)
-            rate += progress.samples_per_second
             samples, extrapolated = progress.contributed, 0.0
             if progress.epoch == step - 1:
                 samples = progress.samples_accumulated
                 extrapolated = 0.0 if is_own else max(0.0, until - progress.computed) * progress.samples_per_second
             elif progress.epoch != step:
                 continue
-            # A peer counts for one step at most, as in the round: its samples are a claim.
-            total += min(samples, self.target_batch_size)
-            estimated += min(samples + extrapolated, self.target_batch_size)
-        return total, max(0.0, self.target_batch_size - estimated) / rate
+            reported[peer_id] = min(samples, self.target_batch_size)
+            estimated[peer_id] = min(samples + extrapolated, self.target_batch_size)
+            rates[peer_id] = progress.samples_per_second
+            if not is_own and now >= progress.computed + MAX_EXTRAPOLATION:
+                stuck.add(peer_id)  # what it has computed says nothing of the others
+        for values in (estimated, rates):
+            if not self.believes_weights:
+                values.update(cap_weights({peer_id: n for peer_id, n in values.items() if peer_id not in stuck}))
+        total = sum(min(samples, round(estimated[peer_id])) for peer_id, samples in reported.items())
+        missing = self.target_batch_size - sum(estimated.values())
+        return total, max(0.0, missing) / (sum(rates.values()) + 1e-20)
 
     @property
     def seconds_to_step(self) -> float:

@@ -16,8 +16,8 @@ from hivemind.compression import CompressionBase, CompressionInfo, TensorRole, d
 from hivemind.p2p import PeerID
 from hivemind.proto import runtime_pb2
 
-from cotrain.averaging.bounds import MIN_WEIGHT, Bounds, ViolationError, norm_of
-from cotrain.averaging.outliers import TOLERANCE, OutlierFilter
+from cotrain.averaging.bounds import MIN_WEIGHT, REPORTED, Bounds, ViolationError, norm_of
+from cotrain.averaging.neighbours import NormFilter, cap_weights
 from cotrain.averaging.sparse import TopK
 from cotrain.averaging.wire import TensorSpec
 
@@ -88,17 +88,12 @@ class _Sum:
 
     total: torch.Tensor | None = None
     weight: float = 0.0
-    # Sender -> values and weight, where they must be compared before they are added; None: this peer's
+    # Sender -> values and weight of a gradient, compared before they are added; None: this peer's
     held: dict[PeerID | None, tuple[torch.Tensor, float]] = field(default_factory=dict)
     times: list[float] = field(default_factory=list)  # seconds from the first message of a sender to its part
     senders: set[PeerID] = field(default_factory=set)  # the others whose values have arrived
 
-    def add(self, values: torch.Tensor, weight: float, sender: PeerID | None = None, is_held: bool = False) -> None:
-        """Add values, or hold them until they are compared. Another sender's without weight are left out then."""
-        if is_held and (weight > MIN_WEIGHT or sender is not None):
-            if weight > MIN_WEIGHT:
-                self.held[sender] = values, weight
-            return
+    def add(self, values: torch.Tensor, weight: float) -> None:
         self.total = torch.zeros_like(values) if self.total is None else self.total
         self.total.add_(values, alpha=weight)
         self.weight += weight
@@ -119,10 +114,11 @@ class Reducer:
         loop, self._begun = asyncio.get_running_loop(), time.monotonic()
         self.num_awaited = sum(not part.is_given for part in self.parts)  # those that are given are the last ones
         self.averages: list[asyncio.Future[Average]] = [loop.create_future() for _ in self.parts]
-        self.weights: dict[PeerID, float] = {}  # sender -> weight of its gradients
+        self.weights: dict[PeerID | None, float] = {}  # sender -> weight of its gradients; None: this peer
         self._senders = {sender: _Sender() for sender in senders}
         self._sums: dict[int, _Sum] = defaultdict(_Sum)
-        self._outliers = OutlierFilter()
+        self._filter = NormFilter(self.bounds.believes_weights or self.bounds.are_updates)
+        self._own_norm = math.hypot(*(norm_of(part.own) for part in self.parts if part.is_gradient))
         self._excesses: dict[PeerID, str] = {}
         self._changed = asyncio.Event()
         self._first_message_by, self._deadline = self._begun + sender_timeout, self._begun + timeout
@@ -166,13 +162,11 @@ class Reducer:
             return
         sums.times.append(time.monotonic() - state.started)
         sums.senders.add(sender)
-        if part.is_gradient:
-            self.weights[sender] = weight
-        sums.add(values, weight, sender, self._compares(part))
+        if weight > MIN_WEIGHT and part.is_gradient:
+            sums.held[sender] = values, weight
+        elif weight > MIN_WEIGHT:
+            sums.add(values, weight)
         self._changed.set()
-
-    def _compares(self, part: Part) -> bool:
-        return self.bounds.compares_norms and part.is_gradient
 
     # What leaves
 
@@ -223,7 +217,10 @@ class Reducer:
             own = deserialize_torch_tensor(await loop.run_in_executor(None, part.compress_own))
             if weight > MIN_WEIGHT:
                 part.own.sub_(own)
-        sums.add(own, weight, None, self._compares(part))
+        if weight > MIN_WEIGHT and part.is_gradient:
+            sums.held[None] = own, weight
+        elif sums.total is None or weight > MIN_WEIGHT:
+            sums.add(own, weight)
         self._add_held(sums)
         values = sums.total.div_(sums.weight)
         if not part.is_gradient:
@@ -233,14 +230,19 @@ class Reducer:
         return Average(message, senders=sums.senders)
 
     def _add_held(self, sums: _Sum) -> None:
-        """Add the values that were held, scaled down where they are too large compared with the others'."""
-        if sums.held:
-            norms = {sender: norm_of(values) for sender, (values, _) in sums.held.items()}
-            factors = self._outliers.clip_factors(norms, {sender: weight for sender, (_, weight) in sums.held.items()})
-            for sender, (values, weight) in sums.held.items():
-                sums.add(values * factors.get(sender, 1.0), weight)
+        """Add the gradients, scaled down where weight or norm is too large compared with the others'."""
+        if not sums.held:
+            return
+        weights = {sender: weight for sender, (_, weight) in sums.held.items()}
+        if not self.bounds.believes_weights:
+            weights = cap_weights(weights)
+        norms = {sender: norm_of(values) for sender, (values, _) in sums.held.items()}
+        factors = self._filter.factors(norms, weights, None, self._own_norm * weights.get(None, 0.0))
+        for sender, (values, _) in sums.held.items():
+            sums.add(values * factors[sender] if sender in factors else values, weights[sender])
+        self.weights |= weights
 
     def excesses(self) -> dict[PeerID, str]:
         """Return the senders of values that were scaled down, and what was wrong."""
-        text = f"gradients of more than {TOLERANCE:g} times the norm of the other peers'"
-        return self._excesses | {sender: text for sender in self._outliers.senders if sender is not None}
+        text = f"gradients of more than {REPORTED:g} times the bound by the other peers' norms"
+        return self._excesses | dict.fromkeys(self._filter.excessive, text)

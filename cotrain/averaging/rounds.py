@@ -28,7 +28,7 @@ from hivemind.utils.asyncio import achain, as_aiter
 
 from cotrain.averaging.allreduce import AllReduce, Block, Delivery
 from cotrain.averaging.base import SafeAverager
-from cotrain.averaging.bounds import Bounds
+from cotrain.averaging.bounds import PARAMETER_CHANGE, Bounds
 from cotrain.averaging.matchmaking import Claims, RosterEntry, RoundControl, parse_claims
 from cotrain.averaging.progress_record import PROTOCOL
 from cotrain.averaging.sparse import TopK
@@ -38,6 +38,9 @@ from cotrain.dht.clock import run_time
 
 logger = get_logger(__name__)
 
+# Bound on the distance between an element of two peers' parameters, in learning rates: honest ones differ by less than
+# an update.
+PARAMETER_STEPS = 2.0
 BAN_SECONDS = 600.0  # duration of the ban for values that are not finite; short, since the fault may be transient
 REPORT_SECONDS = 600.0  # between two warnings about values of the same peer that were scaled down
 COMPLETE = 0.95  # fraction of the elements after which the members count as equal
@@ -86,14 +89,15 @@ class RoundAverager(SafeAverager):
     `keeps_rest`, `gradients` then has what the round did not take; otherwise the averages have replaced the gradients.
 
     :param parameters: parameters of the offloaded optimizer, on the CPU in shared memory
-    :param max_grad_norm: bound on the norm of each peer's gradient; 0: no bound
+    :param max_grad_norm: norm to which the average is clipped; 0: no bound
     :param local_updates: whether the gradients are pseudo-gradients, see LocalUpdatesOptimizer. Their bound is
       relative to the norm of the parameters. A group has peers of one kind only
     :param average_parameters_every: steps from one round with parameters to the next; the rounds in between average
       gradients only
     :param gradient_compression, parameter_compression: the same at all peers of a group
     :param max_weight: bound on the weight of a peer's contribution, in samples
-    :param parameter_step: see Bounds; a multiple of the learning rate
+    :param learning_rate: the largest one of the run; set the attribute of this name to the present one
+    :param believes_weights: whether weights have no other bound, see neighbours.py
     :param bandwidth: Mbit/s; None: the largest rate at which this machine has sent in a round
     """
 
@@ -108,15 +112,16 @@ class RoundAverager(SafeAverager):
         gradient_compression: CompressionBase,
         parameter_compression: CompressionBase,
         max_weight: float,
-        parameter_step: float,
+        learning_rate: float,
         local_updates: bool = False,
+        believes_weights: bool = False,
         bandwidth: float | None = None,
         **kwargs,
     ):
-        self.local_updates, self.max_weight = local_updates, max_weight
+        self.local_updates, self.max_weight, self.believes_weights = local_updates, max_weight, believes_weights
         self.keeps_rest = isinstance(gradient_compression, TopK)
         self.max_grad_norm, self.average_parameters_every = max_grad_norm, average_parameters_every
-        self._bounds = Bounds(weight=max_weight, parameter_step=parameter_step, compares_norms=local_updates)
+        self._peak_rate, self.learning_rate = learning_rate, multiprocessing.RawValue("d", learning_rate)
         self.gradients = [torch.zeros(parameter.shape).share_memory_() for parameter in parameters]
         self.parameters = [parameter.detach() for parameter in parameters]
         self.averaged_gradients = self.gradients
@@ -164,7 +169,7 @@ class RoundAverager(SafeAverager):
         return number % self.average_parameters_every == 0
 
     def gradient_bound(self) -> float:
-        """Return the bound on the norm of a peer's gradient or pseudo-gradient; 0: no bound."""
+        """Return the norm to which the averaged gradient or pseudo-gradient is clipped; 0: no bound."""
         norm = float(torch.nn.utils.get_total_norm(self.parameters)) if self.local_updates else 1.0
         return self.max_grad_norm * norm
 
@@ -255,9 +260,7 @@ class RoundAverager(SafeAverager):
         elif any(given):
             takers = {peer_id for peer_id, lacks in zip(group.peer_ids, standing.lacking, strict=True) if lacks}
             blocks.append(self._block(slice(number, None), given, takers))
-        bounds = replace(self._bounds, gradient_norm=self.gradient_bound())
-        if not standing.counting[own]:
-            bounds = replace(bounds, parameter_step=None)
+        weight = 0.0 if standing.lacking[own] else step.weight
         pace = self.bandwidth * 125_000 * (1.0 if shares[own] else QUIET_FRACTION)
         runner = AllReduce(
             p2p=self._p2p,
@@ -266,9 +269,9 @@ class RoundAverager(SafeAverager):
             group_id=group.group_id,
             peer_ids=group.peer_ids,
             blocks=blocks,
-            weight=(weight := 0.0 if standing.lacking[own] else step.weight),
+            weight=weight,
             parameter_weight=float(standing.counting[own]),
-            bounds=bounds,
+            bounds=self._make_bounds(weight, standing.distances[own], standing.counting[own]),
             timeout=self._allreduce_timeout,
             upload=pace if self._is_known and self.bandwidth < PACED_MBITS else math.inf,
             **options,
@@ -294,7 +297,7 @@ class RoundAverager(SafeAverager):
             members=group.peer_ids,
             received=received,
             weights=runner.weights(),
-            weight=weight,
+            weight=runner.weights().get(self.peer_id, weight),
             violations=runner.violations,
             received_parameters=runner.received_fraction(TensorRole.PARAMETER),
             distance=standing.distances[own],
@@ -302,6 +305,22 @@ class RoundAverager(SafeAverager):
             was_late=runner.was_late,
             silent=runner.silent_reducers(),
             is_far=runner.is_far,
+        )
+
+    def _make_bounds(self, weight: float, distance: float, counts: bool) -> Bounds:
+        """Return the bounds for a round.
+
+        :param weight, distance, counts: samples of this peer, updates that its parameters lack, and whether they count
+        """
+        has_reference = weight > 0 and not self.local_updates  # a slow peer's local updates are smaller than the mean
+        rate, factor = (self.learning_rate.value, 1.0) if counts else (self._peak_rate, max(1.0, min(distance, 64.0)))
+        return Bounds(
+            weight=self.max_weight,
+            parameter_step=PARAMETER_STEPS * rate * factor,
+            parameter_change=PARAMETER_CHANGE * factor,
+            believes_weights=self.believes_weights,
+            are_updates=self.local_updates,
+            answered_norm=0.0 if has_reference else self.gradient_bound() or math.inf,
         )
 
     def _block(self, tensors: slice, shares: Sequence[float], takers: Collection[PeerID] | None = None) -> Block:

@@ -195,6 +195,7 @@ class SafeDHT(DHT):
     """
 
     p2p_class: type[P2P] = RelayedP2P  # replaces hivemind's P2P, also in processes that replicate it
+    is_open = True  # anybody may join the run
 
     def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
         self.beats = multiprocessing.RawValue("Q", 0)

@@ -16,6 +16,7 @@ from hivemind.compression import (
     RoleAdaptiveCompression,
     SizeAdaptiveCompression,
 )
+from torch.optim.lr_scheduler import LambdaLR
 from torch_optimizer import Lamb
 from transformers import get_linear_schedule_with_warmup
 from transformers.pytorch_utils import Conv1D
@@ -34,10 +35,6 @@ from cotrain.averaging.rounds import RoundAverager
 from cotrain.averaging.state import TrainingStateAverager
 from cotrain.common.errors import UserError
 from cotrain.peer.peer import Peer, supervise
-
-# Bound on the distance between an element of two peers' parameters, in learning rates. LAMB and AdamW move an element
-# by about three learning rates in their first steps.
-PARAMETER_STEPS = 10.0
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
@@ -127,10 +124,16 @@ def initialize_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, args: HyperparameterArguments):
-    """Build the learning-rate schedule: linear warm-up and linear decay over global steps."""
-    return get_linear_schedule_with_warmup(
+    """Build the learning-rate schedule: linear warm-up and linear decay over global steps.
+
+    Its value at `step` is the factor for the update of step `step + 1`. transformers' schedule has 0 at both of its
+    ends, for which peers would compute a target batch each.
+    """
+    schedule = get_linear_schedule_with_warmup(
         optimizer, num_warmup_steps=args.warmup_steps, num_training_steps=args.total_steps
     )
+    factor = schedule.lr_lambdas[0]
+    return LambdaLR(optimizer, lambda step: max(factor(step), factor(step + 1)))
 
 
 def build_outer_optimizer(param_groups: list[dict], args: HyperparameterArguments) -> torch.optim.SGD:
@@ -156,7 +159,7 @@ def _round_options(hyperparameter_args: HyperparameterArguments, args: Collabora
     return {
         "local_updates": local_updates,
         "max_grad_norm": hyperparameter_args.max_update_norm if local_updates else hyperparameter_args.max_grad_norm,
-        "parameter_step": PARAMETER_STEPS * hyperparameter_args.learning_rate,
+        "learning_rate": hyperparameter_args.learning_rate,
         "max_weight": float(args.target_batch_size),  # a peer counts for a whole step at most
         "gradient_compression": COMPRESSIONS[args.gradient_compression](),
         "parameter_compression": COMPRESSIONS[args.state_compression](),
@@ -212,8 +215,10 @@ def build_optimizer(
         averaging_timeout=run_args.averaging_timeout,
         load_state_compression=build_state_compression(run_args.load_state_compression),
         performance_ema_alpha=args.tracker.performance_ema_alpha,
-        tracker_opts={"args": args.tracker},
-        grad_averager_factory=partial(RoundAverager, **_round_options(training_args, run_args)),
+        tracker_opts={"args": args.tracker, "believes_weights": not peer.dht.is_open},
+        grad_averager_factory=partial(
+            RoundAverager, believes_weights=not peer.dht.is_open, **_round_options(training_args, run_args)
+        ),
         averager_opts={
             "initialize_optimizer": False,  # see initialize_optimizer_state
             "download_timeout": run_args.load_state_timeout,

@@ -14,7 +14,7 @@ def test_gradients_whose_sum_overflows_are_not_sent():
         parameter.grad = torch.full((2,), scale)
         for _ in range(2):
             accumulator.add(8)
-        assert (accumulator.load(max_norm=0.0), contribution[0][0].item()) == expected
+        assert (accumulator.load(), contribution[0][0].item()) == expected
 
 
 class Peer:
@@ -28,8 +28,8 @@ class Peer:
         self.model[0] += change
         self.accumulator.add(num_samples)
 
-    def load(self, max_norm: float = 0.0) -> tuple[float, int]:
-        num_samples = self.accumulator.load(max_norm)
+    def load(self) -> tuple[float, int]:
+        num_samples = self.accumulator.load()
         return self.contribution[0].item(), num_samples
 
     @property
@@ -75,15 +75,6 @@ def test_missed_contribution_counts_in_the_next_round():
     peer.train(-0.5, num_samples=2)
     assert peer.accumulator.take_back(3) == 5
     assert peer.load() == (1.5, 5)
-
-
-def test_contribution_is_clipped_and_the_rest_is_given_up():
-    peer = Peer()
-    peer.train(-4.0)
-    assert peer.load(max_norm=1.0)[0] == pytest.approx(1.0)
-    peer.accumulator.confirm()
-    peer.accumulator.rebase()
-    assert peer.model[0] == peer.step[0] == 0
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

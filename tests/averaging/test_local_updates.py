@@ -47,7 +47,7 @@ class LocalReplay:
             warmup = min(1.0, next(local_steps) / INNER_WARMUP_STEPS)
             for group in optimizer.param_groups:
                 # The schedule has no warm-up here, and decays linearly over 1,000 global steps
-                group["lr"] = self.args.learning_rate * (1 - (self.num_steps + 1) / self.args.total_steps) * warmup
+                group["lr"] = self.args.learning_rate * (1 - self.num_steps / self.args.total_steps) * warmup
             optimizer.step()
         return torch._foreach_sub(self.theta, [p.detach() for p in parameters_of(model)])
 

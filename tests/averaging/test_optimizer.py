@@ -60,7 +60,7 @@ def test_weight_of_a_contribution_is_bounded():
     compute(optimizer, 0.1, samples=10**5)
     take(optimizer)
     assert optimizer.coordinator.weights == [64.0] and samples_of(optimizer) == [(1, 64)]
-    assert optimizer.grad_averager._bounds.weight == build(batch_size_lead=16).grad_averager._bounds.weight == 64.0
+    assert optimizer.grad_averager.max_weight == build(batch_size_lead=16).grad_averager.max_weight == 64.0
 
 
 def test_group_has_peers_of_the_same_rounds_only():
@@ -79,7 +79,7 @@ def test_gradients_and_their_averages_are_one_copy(compression, is_one_copy):
     assert {own.data_ptr() == averaged.data_ptr() for own, averaged in pairs} == {is_one_copy}
 
 
-def test_contribution_is_the_clipped_mean_over_samples():
+def test_contribution_is_the_mean_over_samples():
     optimizer = build()
     compute(optimizer, 0.1, samples=2)
     compute(optimizer, 0.4, samples=4)
@@ -89,7 +89,7 @@ def test_contribution_is_the_clipped_mean_over_samples():
     assert optimizer.coordinator.weights == [6.0] and optimizer.num_dropped_gradients == 1
     compute(optimizer, 100.0)
     take(optimizer)
-    assert value_of(optimizer.coordinator.contribution) == pytest.approx(0.5**0.5)  # two elements, norm 1
+    assert value_of(optimizer.coordinator.contribution) == 100.0, "the average is clipped"
 
 
 def samples_of(optimizer: CollaborativeOptimizer) -> list[tuple[int, int | None]]:
@@ -256,10 +256,27 @@ def test_peer_whose_parameters_are_far_from_those_of_most_receives_theirs(is_far
     assert optimizer.distance == after
 
 
-def test_averaged_gradient_is_bounded():
+@pytest.mark.parametrize(("gradient", "used"), [(50.0, 0.5**0.5), (0.1, 0.1)])
+def test_averaged_gradient_is_clipped(gradient, used):
+    """Two elements, norm 1."""
     optimizer = build(optimizer="lamb")
-    take(optimizer, gradients=50.0)
-    assert value_of(optimizer.grad_averager.averaged_gradients) == pytest.approx(1.1 / 2**0.5)
+    take(optimizer, gradients=gradient)
+    assert value_of(optimizer.grad_averager.averaged_gradients) == pytest.approx(used)
+
+
+@pytest.mark.parametrize("invited", [False, True])
+@pytest.mark.parametrize("distance", [0.0, 3.0])
+def test_bounds_of_a_round(distance, invited, monkeypatch):
+    """Those on parameters follow the present learning rate, and what this peer lacks."""
+    monkeypatch.setattr(PEER.dht, "is_open", not invited, raising=False)
+    optimizer = build(learning_rate=0.5, warmup_steps=10, total_steps=20)
+    take(optimizer, gradients=1.0)
+    take(optimizer, gradients=1.0)
+    bounds = optimizer.grad_averager._make_bounds(weight=8.0, distance=distance, counts=distance < 0.5)
+    step, change = (2 * 0.1, 0.1) if distance < 0.5 else (2 * 0.5 * 3, 0.3)
+    assert bounds.parameter_step == pytest.approx(step) and bounds.parameter_change == pytest.approx(change)
+    assert bounds.believes_weights == invited and bounds.weight == 64.0 and bounds.answered_norm == 0.0
+    assert optimizer.grad_averager._make_bounds(0.0, distance, True).answered_norm == 1.0, "it has no gradient"
 
 
 def test_step_without_finite_parameters_is_not_taken():
@@ -379,11 +396,11 @@ def test_peer_that_missed_a_round_keeps_its_local_updates_for_the_next():
     assert value_of(optimizer.state_averager.main_parameters) == pytest.approx(2.0)
 
 
-def test_local_updates_are_bounded_by_the_parameters_and_by_each_other():
+def test_local_updates_are_bounded_by_the_parameters():
     averager = build_local(max_update_norm=0.5).grad_averager
-    assert averager.gradient_bound() == pytest.approx(0.5 * 3.0 * 2**0.5) and averager._bounds.compares_norms
-    averager = build().grad_averager
-    assert averager.gradient_bound() == 1.0 and not averager._bounds.compares_norms
+    assert averager.gradient_bound() == pytest.approx(0.5 * 3.0 * 2**0.5)
+    assert averager._make_bounds(8.0, 0.0, True).answered_norm == averager.gradient_bound()
+    assert build().grad_averager.gradient_bound() == 1.0
 
 
 def test_local_updates_of_other_parameters_are_dropped(monkeypatch):

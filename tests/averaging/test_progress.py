@@ -213,9 +213,33 @@ def test_samples_of_other_steps_do_not_count():
 
 def test_contributed_samples_still_count():
     """Otherwise the step would no longer be due for slower peers as soon as the first peer has begun it."""
-    reports = [record(1, epoch=1, completed=0, contributed=60), record(2, samples=30), record(3, samples=5)]
+    reports = [record(1, epoch=1, completed=0, contributed=40), record(2, samples=30), record(3, samples=20)]
     tracker = see(make_tracker(target=100), *reports)
-    compute(tracker, 5)
+    compute(tracker, 10)
+    assert tracker.seconds_to_step == 0
+
+
+@pytest.mark.parametrize(("invited", "seconds"), [(False, 60.0), (True, 0.0)])
+@pytest.mark.parametrize("number", [3, 15])
+def test_claim_of_a_target_batch_does_not_make_a_step_due(number, invited, seconds):
+    """One of the others claims it right after a step; in a run with invitations such claims are believed."""
+    tracker = make_tracker(target=(number + 1) * 1000)
+    tracker.believes_weights = invited
+    honest = [record(peer + 1, samples=8, rate=8.0) for peer in range(number)]
+    see(tracker, *honest, record(99, samples=10**6, rate=10**6))
+    compute(tracker, 8)
+    assert tracker.seconds_to_step >= seconds and (tracker.seconds_to_step == 0) == invited
+    assert invited or tracker.estimate()[0] <= 0.02 * tracker.target_batch_size
+
+
+def test_trainers_that_are_stuck_make_nobody_count_for_less(clock):
+    """They report, and compute nothing: otherwise the others' samples would make no step due any more."""
+    tracker = make_tracker(target=100)
+    for _ in range(15):
+        clock.now += HEARTBEAT_SECONDS
+        stuck = [record(number, reported_at=run_time(), time=run_time() - clock.now) for number in (2, 3, 4)]
+        see(tracker, record(1, samples=60, rate=1.0), *stuck)
+    compute(tracker, 50)
     assert tracker.seconds_to_step == 0
 
 
@@ -489,19 +513,19 @@ def test_slow_dht_neither_silences_this_peer_nor_declares_the_others_dead(clock)
 @pytest.mark.parametrize("error", [-600.0, -20.0, 5.0, 600.0])
 def test_peer_with_a_wrong_clock_is_alive_while_its_reports_change(clock, error):
     """The clocks of the other three are right, and the first of them dies."""
-    tracker = make_tracker(target=1000)
+    tracker = make_tracker(target=2000)
     for _ in range(3):
-        reports = [record(number, rate=1.0, samples=10) for number in (2, 3)]
+        reports = [record(number, rate=25.0, samples=50) for number in (2, 3)]
         see(tracker, record(4, rate=50.0, samples=100, age=-error), dead := record(1), *reports)
         assert tracker.num_expected(1) == 4
         clock.now += HEARTBEAT_SECONDS
     for _ in range(3):
-        reports = [record(number, rate=1.0, samples=10) for number in (2, 3)]
+        reports = [record(number, rate=25.0, samples=50) for number in (2, 3)]
         see(tracker, record(4, rate=50.0, samples=100, age=-error), dead, *reports)
         clock.now += HEARTBEAT_SECONDS
     assert tracker.num_expected(1) == 3
-    # Between 120 of 1000 samples as reported and those of one heartbeat more
-    assert (1000 - 120 - 52 * 2 * HEARTBEAT_SECONDS) / 52 < tracker.seconds_to_step <= (1000 - 120) / 52
+    # Between 200 of 2000 samples as reported and those of one heartbeat more
+    assert (2000 - 200 - 100 * 2 * HEARTBEAT_SECONDS) / 100 < tracker.seconds_to_step <= (2000 - 200) / 100
 
 
 def test_peer_whose_first_report_is_old_is_not_waited_for_long(clock):

@@ -36,7 +36,7 @@ class SilentDHT:
     """DHT without other peers."""
 
     peer_id = signer_of(SUBKEY)
-    client_mode = False
+    client_mode, is_open = False, True
 
     def get(self, _key: str, **_options) -> MPFuture:
         future = MPFuture()

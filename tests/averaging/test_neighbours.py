@@ -1,0 +1,70 @@
+"""Tests of the bounds by the other members of a round."""
+
+import pytest
+
+from cotrain.averaging.neighbours import LOOSE_RATIO, NormFilter, cap_weights, norm_ratio, weight_ratio
+
+
+@pytest.mark.parametrize(
+    ("weights", "capped"),
+    [
+        ([8, 64, 4096], [8, 64, 4096]),  # of three, two may be the ones that lie
+        ([8, 8, 8, 4096], [8, 8, 8, 16]),
+        ([1, 2, 3, 4], [1, 2, 3, 4]),  # unequal machines
+        ([0, 0, 8, 8], [0, 0, 0, 0]),
+        ([8] * 15 + [4096], [8] * 15 + [32]),
+        ([8] * 8 + [4096] * 7, [8] * 8 + [32] * 7),
+    ],
+)
+def test_weight_has_a_bound_by_the_median_of_the_others(weights, capped):
+    assert list(cap_weights(dict(enumerate(weights))).values()) == capped
+
+
+def filtered(parts: list[dict[int, float]], weights: dict[int, float] | None = None, own_norm: float = 0.0):
+    filter_ = NormFilter()
+    weights = weights or dict.fromkeys(range(16), 10.0)
+    return [filter_.factors(norms, weights, None, own_norm) for norms in parts], filter_.excessive
+
+
+EQUAL = dict.fromkeys(range(4), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("parts", "weights", "factors", "excessive"),
+    [
+        ([{0: 1.0, 1: 0.7, 2: 1.4, 3: 1.3}] * 20, None, [{}] * 20, set()),  # honest peers
+        ([{**EQUAL, 3: 2.0}], None, [{3: 0.75}], set()),
+        ([{**EQUAL, 3: 100.0}], None, [{3: 0.015}], {3}),
+        # A large part of a sender whose others are small: rows of an embedding that only it has
+        ([EQUAL] * 4 + [{**EQUAL, 3: 2.0}], None, [{}] * 5, set()),
+        # Fewer samples: a noisier mean, which adds less
+        ([{**EQUAL, 3: 2.0}], {0: 8, 1: 8, 2: 8, 3: 4}, [{}], set()),
+        # Two senders: only a mistake is bounded, and the weights are believed
+        ([{0: 1.0, 1: 3.0}], None, [{}], set()),
+        ([{0: 1.0, 1: 1e6}], None, [{1: LOOSE_RATIO / 1e6}], {1}),
+        ([{0: 1.0, 1: 1.0}], {0: 1, 1: 64}, [{}], set()),
+        ([{5: 1e6}], None, [{}], set()),
+    ],
+)
+def test_sender_that_adds_too_much_is_scaled_down(parts, weights, factors, excessive):
+    found, reported = filtered(parts, weights)
+    assert [{sender: pytest.approx(factor) for sender, factor in of_part.items()} for of_part in factors] == found
+    assert reported == excessive
+
+
+def test_sum_of_a_sender_has_a_bound_however_it_is_divided():
+    """All in one part, or a little too much in each."""
+    for parts in ([{**EQUAL, 3: 0.0}] * 9 + [{**EQUAL, 3: 1e3}], [{**EQUAL, 3: 4.0}] * 10):
+        factors, _ = filtered(parts)
+        used = sum((norms[3] * of_part.get(3, 1.0)) ** 2 for norms, of_part in zip(parts, factors, strict=True))
+        assert used == pytest.approx(norm_ratio(3) ** 2 * 10)
+
+
+def test_keys_that_send_nothing_make_no_honest_peer_an_outlier():
+    zeros = {0: 1.0, 1: 1.0, **dict.fromkeys(range(2, 8), 0.0)}
+    assert filtered([zeros], own_norm=10.0)[0] == [{}]
+
+
+def test_one_sender_is_never_most_of_a_round():
+    for number in range(3, 64):
+        assert max(weight_ratio(number), norm_ratio(number)) < number
