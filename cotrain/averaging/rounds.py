@@ -313,7 +313,8 @@ class RoundAverager(SafeAverager):
         :param weight, distance, counts: samples of this peer, updates that its parameters lack, and whether they count
         """
         has_reference = weight > 0 and not self.local_updates  # a slow peer's local updates are smaller than the mean
-        rate, factor = (self.learning_rate.value, 1.0) if counts else (self._peak_rate, max(1.0, min(distance, 64.0)))
+        # The first updates of LAMB move an element by three learning rates.
+        rate, factor = (self.learning_rate.value, 1.0) if counts else (self._peak_rate, 1 + min(distance, 64.0))
         return Bounds(
             weight=self.max_weight,
             parameter_step=PARAMETER_STEPS * rate * factor,

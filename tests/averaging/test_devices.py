@@ -30,7 +30,7 @@ def test_contribution_is_complete_once_it_is_loaded(accumulator_class, device, s
         else:
             parameter.grad = values
         accumulator.add(1)
-        accumulator.load(max_norm=0.0)
+        accumulator.load()
         first, last = float(shared[0]), float(shared[-1])
         assert first == last == number + 1.0
         assert torch.equal(shared, values.cpu())

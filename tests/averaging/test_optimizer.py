@@ -273,7 +273,7 @@ def test_bounds_of_a_round(distance, invited, monkeypatch):
     take(optimizer, gradients=1.0)
     take(optimizer, gradients=1.0)
     bounds = optimizer.grad_averager._make_bounds(weight=8.0, distance=distance, counts=distance < 0.5)
-    step, change = (2 * 0.1, 0.1) if distance < 0.5 else (2 * 0.5 * 3, 0.3)
+    step, change = (2 * 0.1, 0.1) if distance < 0.5 else (2 * 0.5 * 4, 0.4)
     assert bounds.parameter_step == pytest.approx(step) and bounds.parameter_change == pytest.approx(change)
     assert bounds.believes_weights == invited and bounds.weight == 64.0 and bounds.answered_norm == 0.0
     assert optimizer.grad_averager._make_bounds(0.0, distance, True).answered_norm == 1.0, "it has no gradient"

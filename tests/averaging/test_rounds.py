@@ -24,7 +24,7 @@ from tests.support.swarm import Replay
 
 @pytest.mark.parametrize("are_delayed", [True, False], ids=["delayed", "not delayed"])
 def test_unequal_peers_take_the_steps_of_one_process(build_swarm, are_delayed):
-    """Three trainers, one of them in client mode; every gradient is clipped.
+    """Three trainers, one of them in client mode; the gradient of each step is clipped.
 
     After two steps one trainer restarts and another joins.
     """
@@ -50,8 +50,8 @@ def test_unequal_peers_take_the_steps_of_one_process(build_swarm, are_delayed):
     swarm.remove(leaving)
     swarm.add(identity="restarting").join()
     swarm.add().join()
-    take_step(1, 2, 4, 5)
-    take_step(3, 6, 2, 1)
+    take_step(3, 2, 3, 4)
+    take_step(3, 3, 4, 2)
     assert min(replay.norms) > max_grad_norm
     for trainer in swarm.trainers:
         trainer.optimizer.finish_pending_update()
@@ -94,14 +94,15 @@ def test_peers_that_find_the_step_due_seconds_apart_average_all_the_same(build_s
     swarm = build_swarm(target_batch_size=1000, matchmaking_time=3.1, averaging_timeout=400.0)
     swarm.add_several(False, False)
     rounds, trainers = swarm.schedule_rounds(step=1), swarm.in_order(step=1)
-    for gradient in trainers[1].averager.gradients:
-        gradient.fill_(1.0)
+    for value, trainer in enumerate(trainers, 1):
+        for gradient in trainer.averager.gradients:
+            gradient.fill_(value)
     rounds[first].allow_allreduce()
     time.sleep(7.0)  # less than a quarter of the timeout, more than the matchmaking time
     rounds[1 - first].allow_allreduce()
     for trainer, control in zip(trainers, rounds, strict=True):
         assert control.result(120).received == 1.0
-        assert all((gradient == 0.5).all() for gradient in trainer.averager.averaged_gradients)
+        assert all((gradient == 1.5).all() for gradient in trainer.averager.averaged_gradients)
 
 
 def test_round_that_is_called_off_keeps_nobody_waiting(build_swarm):

@@ -1,6 +1,7 @@
 """A small swarm of peers in the test's process, and a reference that takes the same steps in one process."""
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,6 @@ from hivemind.utils import PerformanceEMA
 from hivemind.utils.crypto import RSAPrivateKey
 
 from cotrain.arguments import ProgressTrackerArguments
-from cotrain.averaging.accumulators import clip_norm
 from cotrain.averaging.matchmaking import RoundControl, rank
 from cotrain.dht.run_records import make_validators
 from cotrain.models.model import build_model
@@ -307,9 +307,9 @@ class Swarm:
 
 
 class Replay:
-    """Reference: one process that takes the same global steps.
+    """Reference: one process that takes the same global steps, with the optimizer of the trainers.
 
-    :param max_grad_norm: bound on the norm of each contribution's mean gradient, 0: none
+    :param max_grad_norm: norm to which the gradient of a step is clipped, 0: none
     """
 
     def __init__(self, max_grad_norm: float = 0.0):
@@ -319,22 +319,23 @@ class Replay:
         self.scheduler = build_scheduler(self.optimizer, args)
         # The parameters after each step
         self.versions = [[parameter.detach().clone() for parameter in parameters_of(self.model)]]
-        self.norms: list[float] = []  # of the contributions, before clipping
+        self.norms: list[float] = []  # of the gradients of the steps, before clipping
 
     def step(self, contributions: list[Contribution]) -> torch.Tensor:
-        """Take a step with the contributions of some trainers, each clipped.
+        """Take a step with the contributions of some trainers.
 
         :returns: the parameters after the step
         """
         total, num_samples = [torch.zeros_like(p) for p in parameters_of(self.model)], 0
         for contribution in contributions:
             mean, size = self.gradient(contribution)
-            self.norms.append(clip_norm(mean, self.max_grad_norm))
             torch._foreach_add_(total, mean, alpha=size)
             num_samples += size
         set_parameters(self.model, self.versions[-1])
         for parameter, gradient in zip(parameters_of(self.model), total, strict=True):
             parameter.grad = gradient / num_samples
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm or math.inf)
+        self.norms.append(float(norm))
         self.optimizer.step()
         self.scheduler.step()
         self.versions.append([parameter.detach().clone() for parameter in parameters_of(self.model)])
