@@ -17,9 +17,9 @@ from hivemind.averaging.partition import TensorPartContainer
 from hivemind.compression import CompressionBase, CompressionInfo, NoCompression, deserialize_torch_tensor
 
 from cotrain.arguments import HyperparameterArguments
-from cotrain.averaging.accumulators import GradientAccumulator, UpdateAccumulator
+from cotrain.averaging.accumulators import GradientAccumulator, UpdateAccumulator, clip_norm
 from cotrain.averaging.local_updates import LocalUpdatesOptimizer
-from cotrain.averaging.outliers import OutlierFilter
+from cotrain.averaging.neighbours import NormFilter
 from cotrain.averaging.sparse import TopK
 from cotrain.averaging.state import set_schedule
 from cotrain.training.optimizer import (
@@ -99,23 +99,23 @@ class Result:
 
 @torch.no_grad()
 def all_reduce(
-    contributions: Sequence[Tensors], weights: Sequence[float], compression: CompressionBase, compares_norms: bool
+    contributions: Sequence[Tensors], weights: Sequence[float], compression: CompressionBase
 ) -> list[torch.Tensor]:
     """Return the weighted mean that the reducers of a round compute from compressed parts, one reducer per sender.
 
-    :param compares_norms: bound each sender's parts by those of the others, as for pseudo-gradients
+    As in a run with invitations: the weights are believed.
     """
     fractions = [1.0] * len(contributions)
     containers = [TensorPartContainer(tensors, fractions, compression) for tensors in contributions]
     means = []
     for reducer in range(len(contributions)):
-        outliers = OutlierFilter()
+        outliers = NormFilter(is_loose=True)
         for parts in zip(*(container.get_raw_input_parts(reducer) for container in containers), strict=True):
             received = {
                 sender: part if sender == reducer else _send(part, compression) for sender, part in enumerate(parts)
             }
             norms = {sender: float(torch.linalg.vector_norm(part)) for sender, part in received.items()}
-            factors = outliers.clip_factors(norms, dict(enumerate(weights))) if compares_norms else {}
+            factors = outliers.factors(norms, dict(enumerate(weights)), reducer, own_norm=0.0)
             total = torch.zeros_like(parts[0])
             for sender, part in received.items():
                 total.add_(part, alpha=weights[sender] * factors.get(sender, 1.0))
@@ -170,14 +170,15 @@ class DataParallelPeers:
         self.accumulators[peer].add(num_samples)
 
     def begin_round(self, absent: frozenset[int]) -> None:
-        samples = [accumulator.load(self.args.max_grad_norm) for accumulator in self.accumulators]
+        samples = [accumulator.load() for accumulator in self.accumulators]
         contributions = [accumulator.contribution for accumulator in self.accumulators]
-        self._mean = all_reduce(contributions, samples, self._compression, compares_norms=False)
+        self._mean = all_reduce(contributions, samples, self._compression)
 
     def finish_round(self) -> None:
-        """Take the global step. As in hivemind, it has the learning rate of the step before it."""
+        """Take the global step."""
         for parameter, mean in zip(self.parameters, self._mean, strict=True):
             parameter.grad = mean
+        clip_norm(self._mean, self.args.max_grad_norm)
         set_schedule(self._schedule, self._step)
         self.optimizer.step()
         self._step += 1
@@ -241,7 +242,7 @@ class LocalUpdatePeers:
         :param absent: peers that miss the round: their local updates count in the next one
         :raises FloatingPointError: if the parameters of all other peers are not finite
         """
-        samples = [trainer.accumulator.load(self._bound(trainer)) for trainer in self.trainers]
+        samples = [accumulator.load() for accumulator in self.accumulators]
         for number in absent:
             self.accumulators[number].take_back(samples[number])
         self._senders = [number for number, size in enumerate(samples) if size and number not in absent]
@@ -249,11 +250,7 @@ class LocalUpdatePeers:
             raise FloatingPointError("the parameters of all peers are NaN or Inf")
         weights = [samples[number] for number in self._senders]
         sent = [take_largest(self.accumulators[number].contribution, self._compression) for number in self._senders]
-        self._mean = all_reduce(sent, weights, self._compression, compares_norms=True)
-
-    def _bound(self, trainer: LocalTrainer) -> float:
-        """Return the bound on the norm of a pseudo-gradient, see RoundAverager.gradient_bound."""
-        return self.args.max_update_norm * float(torch.nn.utils.get_total_norm(trainer.accumulator.step_parameters))
+        self._mean = all_reduce(sent, weights, self._compression)
 
     def finish_round(self) -> None:
         """Take the global step, and bring the peers to it. Peers that missed the round download it."""
@@ -261,6 +258,7 @@ class LocalUpdatePeers:
             self.accumulators[number].confirm()
         for parameter, gradient in zip(self.theta, self._mean, strict=True):
             parameter.grad = gradient
+        clip_norm(self._mean, self.args.max_update_norm * float(torch.nn.utils.get_total_norm(self.theta)))
         self.outer.step()
         self.step += 1
         for trainer in self.trainers:

@@ -50,7 +50,7 @@ class Node:
         self.network, self.clock = network, clock
         self.uplink, self.downlink = uplink, math.inf
         self.subkey = make_subkey(network.rng)
-        self.peer_id, self.client_mode = signer_of(self.subkey), client
+        self.peer_id, self.client_mode, self.is_open = signer_of(self.subkey), client, True
         self._client = self  # of the P2P object, which dials
         self.context = contextvars.copy_context()
         self.context.run(owner.set, self)
