@@ -386,7 +386,12 @@ class HyperparameterArguments(Flags):
     total_steps: int = setting(
         125_000, "Global steps of the learning-rate schedule; training may continue after its end"
     )
-    warmup_steps: int = setting(5000, "Linear warm-up in global steps", at_least=0, at_most="total_steps")
+    warmup_steps: int = setting(
+        5000,
+        "Global steps of the linear warm-up, at whose end the rate is the peak",
+        at_least=0,
+        at_most="total_steps",
+    )
     learning_rate: float = setting(0.00176, "Peak learning rate, for target_batch_size")
     adam_beta1: float = setting(0.9, "Decay of the first moment", at_least=0, below=1)
     adam_beta2: float = setting(0.999, "Decay of the second moment", at_least=0, below=1)
@@ -395,7 +400,8 @@ class HyperparameterArguments(Flags):
     clamp_value: float = setting(10000.0, "LAMB: weight norms are clamped to this value")
     max_grad_norm: float = setting(
         1.0,
-        "Bound on the norm of a peer's gradient in a global step, or with --local_updates in a local step; 0: none",
+        "Norm to which the averaged gradient of a global step is clipped, or with --local_updates the gradient of a "
+        "local step; 0: none",
         at_least=0,
     )
     local_updates: bool = setting(

@@ -116,9 +116,15 @@ class AllReduce:
     # Bytes per second at which this peer sends its values, if its link is slow. They would fill the send buffers
     # otherwise, in which the acknowledgements of what it receives wait, too
     upload: float = math.inf
+    slow: InitVar[Collection[PeerID]] = ()  # see Reducer
 
     def __post_init__(
-        self, blocks: Sequence[Block], bounds: Bounds, compression: CompressionBase, part_size_bytes: int
+        self,
+        blocks: Sequence[Block],
+        bounds: Bounds,
+        compression: CompressionBase,
+        part_size_bytes: int,
+        slow: Collection[PeerID],
     ):
         self.peer_id, peer_ids = self.p2p.peer_id, self.peer_ids
         self._others = [peer_id for peer_id in peer_ids if peer_id != self.peer_id]
@@ -137,7 +143,7 @@ class AllReduce:
             peer_id: [part for _, part in self._answers_for(self.peer_id, parts[peer_id])] for peer_id in peer_ids
         }
         timeouts = self.sender_timeout, REDUCE_FRACTION * self.timeout
-        self.reducer = Reducer(parts[self.peer_id], self._others, self._weight_of, bounds, *timeouts)
+        self.reducer = Reducer(parts[self.peer_id], self._others, self._weight_of, bounds, *timeouts, slow)
         self.delivery = Delivery(len(self._others))
         self.was_late = False  # whether a reducer has closed a part without this peer's values
         self.violations: dict[PeerID, str] = {}  # members that have sent what no honest peer sends, and what it was
@@ -210,15 +216,15 @@ class AllReduce:
             for task in tasks:  # if one has failed, the others run
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            loop = asyncio.get_running_loop()
+            for part, message in self._contributed.items():
+                # Also what was sent and not answered, or in a round that failed: its reducer may have used it.
+                part.own.sub_(await loop.run_in_executor(None, deserialize_torch_tensor, message))
         own = zip(self.reducer.parts, self.reducer.averages, strict=True)
         self._averaged |= {part for part, average in own if average.result().message is not None}
         for part in chain(*self._parts.values()):  # without an average, a gradient is 0
             if part.is_gradient and part not in self._averaged:
                 part.output.zero_()
-        loop = asyncio.get_running_loop()
-        for part, message in self._contributed.items():
-            # Also what was sent and not answered: its reducer may have used it.
-            part.own.sub_(await loop.run_in_executor(None, deserialize_torch_tensor, message))
 
     async def _reduce(self) -> None:
         await self.reducer.run()

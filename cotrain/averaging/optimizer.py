@@ -328,7 +328,8 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             return self._carry_over(step, samples)
         self.accumulator.confirm()
         self._num_failures = self._num_stuck = 0
-        parameters, used, kind = None, samples, "updates" if self.grad_averager.local_updates else "gradients"
+        used = round(min(samples, self.grad_averager.max_weight))
+        parameters, kind = None, "updates" if self.grad_averager.local_updates else "gradients"
         if outcome == Outcome.AVERAGED:
             self.tracker.record_members(result.members, result.violations)
             used = round(result.weight) if result.distance <= LACKING else None
@@ -365,7 +366,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         self._retry_at = time.monotonic() + RETRY_SECONDS
         own_id = self.tracker.local_progress.peer_id
         is_first = all(own_id < progress.peer_id for progress in self.tracker.counting)
-        if self._num_stuck == (MAX_FAILURES if is_first else MAX_FAILURES_OF_OTHERS):
+        if self._num_stuck >= (MAX_FAILURES if is_first else MAX_FAILURES_OF_OTHERS):
             number = self.tracker.ignore(lambda progress: progress.completed < step)
             logger.warning(
                 f"No group for step #{step}, {self._num_stuck} times: taking it without {number} other trainers, "

@@ -331,7 +331,9 @@ class ProgressTracker(threading.Thread):
         """Believe the members of a round again, and ignore those that have sent what no honest peer sends."""
         until = time.monotonic() + IGNORE_SECONDS
         with self._lock:
-            self._ignored.update({peer_id.to_bytes(): until if peer_id in violators else 0.0 for peer_id in members})
+            for peer_id in members:
+                self._ignored.pop(peer_id.to_bytes(), None)
+            self._ignored.update({peer_id.to_bytes(): until for peer_id in violators})
 
     # The thread
 
@@ -414,6 +416,7 @@ class ProgressTracker(threading.Thread):
                 logger.debug(f"Ignoring a malformed progress report: {error}")
         with self._lock:
             self._others, self.num_misfits = others, num_misfits
+            self._ignored = {peer_id: until for peer_id, until in self._ignored.items() if until > now}
             self._first_seen = {p.peer_id: self._first_seen.get(p.peer_id, now) for p in others.values()}
             self._num_fetches += 1
             self._fetched_at = now

@@ -22,8 +22,9 @@ from cotrain.averaging.sparse import TopK
 from cotrain.averaging.wire import TensorSpec
 
 # A sender is late for a part after LATE_FACTOR times the median time of the senders, plus LATE_SECONDS. Later parts do
-# not wait for it: if each one did, a round would take more than twice as long as without that sender.
-LATE_FACTOR, LATE_SECONDS = 2.0, 3.0
+# not wait for it: if each one did, a round would take more than twice as long as without that sender. Who was late in
+# the last round, while most were not, has SLOW_SECONDS instead: each step would wait for it, and all would take fewer.
+LATE_FACTOR, LATE_SECONDS, SLOW_SECONDS = 2.0, 3.0, 0.2
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +68,7 @@ class _Sender:
     started: float | None = None  # when its first message has arrived (`time.monotonic`)
     next: float = 0  # number of the next part that it may deliver; infinite if it has left
     is_late: bool = False  # a part was closed without it; no other part waits for it then
+    is_slow: bool = False  # it was late in the last round
 
 
 @dataclass
@@ -109,13 +111,18 @@ class Reducer:
     bounds: Bounds
     sender_timeout: InitVar[float]  # seconds for the first message of a sender
     timeout: InitVar[float]  # seconds after which all parts are closed with what has arrived
+    slow: InitVar[Collection[PeerID]] = ()  # senders that were late for a part of the last round
 
-    def __post_init__(self, senders: Sequence[PeerID], sender_timeout: float, timeout: float):
+    def __post_init__(
+        self, senders: Sequence[PeerID], sender_timeout: float, timeout: float, slow: Collection[PeerID]
+    ):
         loop, self._begun = asyncio.get_running_loop(), time.monotonic()
         self.num_awaited = sum(not part.is_given for part in self.parts)  # those that are given are the last ones
         self.averages: list[asyncio.Future[Average]] = [loop.create_future() for _ in self.parts]
         self.weights: dict[PeerID | None, float] = {}  # sender -> weight of its gradients; None: this peer
-        self._senders = {sender: _Sender() for sender in senders}
+        are_few = 2 * sum(sender in slow for sender in senders) < len(senders)
+        self._senders = {sender: _Sender(is_slow=are_few and sender in slow) for sender in senders}
+        self.late: set[PeerID] = set()  # senders without whose values a part was closed
         self._sums: dict[int, _Sum] = defaultdict(_Sum)
         self._filter = NormFilter(self.bounds.believes_weights or self.bounds.are_updates)
         self._own_norm = math.hypot(*(norm_of(part.own) for part in self.parts if part.is_gradient))
@@ -180,8 +187,10 @@ class Reducer:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(seconds):
                         await self._changed.wait()
-            for sender in self._awaited(index):
-                sender.is_late = True
+            for sender, state in self._senders.items():
+                if state.next <= index:
+                    state.is_late = True
+                    self.late.add(sender)
             average = await self._average(index)
             if not self.averages[index].done():  # the round may have ended meanwhile
                 self.averages[index].set_result(average)
@@ -204,10 +213,13 @@ class Reducer:
         middle = (len(awaited) + len(times) - 1) // 2
         # With a single other sender there is no median: it has all the time.
         median = times[middle] if middle < len(times) and len(awaited) + len(times) > 1 else math.inf
-        ends = [
-            self._first_message_by if sender.started is None else sender.started + LATE_FACTOR * median + LATE_SECONDS
-            for sender in awaited
-        ]
+        ends = []
+        for sender in awaited:
+            if sender.started is None and not sender.is_slow:
+                ends.append(self._first_message_by)
+            else:
+                started = self._begun if sender.started is None else sender.started
+                ends.append(started + LATE_FACTOR * median + (SLOW_SECONDS if sender.is_slow else LATE_SECONDS))
         return min(max(ends), self._deadline) - time.monotonic()
 
     async def _average(self, index: int) -> Average:

@@ -131,6 +131,7 @@ class RoundAverager(SafeAverager):
         self._outputs = [*self.averaged_gradients, *self.averaged_parameters]
         self.requested_number = multiprocessing.RawValue("q", -1)  # step for which another peer asks for a group
         self._delivery = Delivery(0)  # of the newest round
+        self._slow: set[PeerID] = set()  # senders that were late for a part of it
         self._measures, self._is_known = bandwidth is None, bandwidth is not None  # the bandwidth
         self.claim = multiprocessing.RawValue("d", 0.0)  # bandwidth that this peer claims, see _adapt_claim
         self._finished_groups: deque[bytes] = deque(maxlen=64)
@@ -273,6 +274,7 @@ class RoundAverager(SafeAverager):
             parameter_weight=float(standing.counting[own]),
             bounds=self._make_bounds(weight, standing.distances[own], standing.counting[own]),
             timeout=self._allreduce_timeout,
+            slow=self._slow,
             upload=pace if self._is_known and self.bandwidth < PACED_MBITS else math.inf,
             **options,
         )
@@ -290,6 +292,8 @@ class RoundAverager(SafeAverager):
             self._ban_violators(runner)
             self._report_excesses(runner)
             self._matchmaking.record_silence(runner.silent_reducers(), group.peer_ids)
+            if runner.reducer.num_awaited:
+                self._slow = runner.reducer.late
         received = runner.received_fraction(TensorRole.GRADIENT)
         if self._measures and (received >= 0.5 or runner.was_late):  # otherwise others may have kept it from sending
             self._claim_measured(meter.rate)

@@ -315,6 +315,26 @@ def test_slow_link_delays_nobody_for_long(shares, monkeypatch):
     assert 0 < share.float().mean() < 0.5, "the slow one's values count where they came in time"
 
 
+@pytest.mark.parametrize(
+    ("rate", "slow", "late", "least", "most"),
+    [
+        (1 / 60, [], [3], 3.0, 3.9),  # the first round waits for it
+        (1 / 60, [3], [3], 0.0, 0.7),  # the next one does not
+        (1.0, [3], [], 0.0, 0.5),  # one that is as fast again is waited for in the one after
+        (1 / 60, [1, 2, 3], [3], 3.0, 3.9),  # if most were late, it is not their links
+    ],
+)
+def test_who_was_late_in_the_last_round_is_waited_for_less(rate, slow, late, least, most):
+    """A round of four takes 0.02 seconds without the slow one, whose values alone take 2."""
+    group, seconds = average(
+        lambda: Group([FAST, FAST, FAST, FAST * rate / 10], shares=[1, 1, 1, 0], tensors=similar_tensors,
+                      slow=[PeerID(b"\x12\x20" + bytes([number] * 32)) for number in slow], timeout=10.0)
+    )  # fmt: skip
+    for member in group.members[:3]:
+        assert member.reducer.late == {group.ids[number] for number in late}
+    assert least <= max(seconds[:3]) <= most
+
+
 def test_sparse_contributions_lose_what_all_members_have_received():
     """The first member is slow, the last one a client. What they take from their contributions is the average."""
     weights, number = [1.0, 3.0, 2.0], 3

@@ -111,3 +111,37 @@ def test_three_unequal_peers_learn_what_one_process_learns(build_swarm, optimize
             worst = max(worst, float((parameters_of(trainer) - process.parameters).norm() / moved))
     print(f"{optimizer}: largest difference {worst:.2g} of the distance moved")
     assert worst < 1e-5
+
+
+def test_overflow_of_one_of_three_peers_costs_its_local_step_alone(build_swarm):
+    """Each has a loss scale of its own, as with float16. The first local step of the last one overflows."""
+    swarm: Swarm = build_swarm(
+        optimizer="adamw", learning_rate=RATE, warmup_steps=WARMUP, total_steps=TOTAL, weight_decay=DECAY,
+        max_grad_norm=MAX_NORM, adam_epsilon=EPSILON,
+    )  # fmt: skip
+    trainers = swarm.add_several(False, True, False)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**power) for power in (8, 10, 16)]
+    process = PlainProcess("adamw")
+    start = process.parameters
+
+    def local_step(number: int, size: int, overflows: bool = False) -> dict[str, torch.Tensor]:
+        trainer, scaler, batch = trainers[number], scalers[number], swarm.take(size)
+        trainer.optimizer.finish_pending_update()
+        trainer.optimizer.zero_grad()
+        scaler.scale(trainer.model(**batch).loss).backward()
+        if overflows:
+            next(trainer.model.parameters()).grad[0, 0] = math.inf
+        scaler.step(trainer.optimizer, batch_size=size)
+        scaler.update()
+        return batch
+
+    for step in (1, 2):
+        swarm.meet()
+        local_step(2, 4, overflows=True)
+        used = [local_step(number, size) for number, size in ((0, 3), (1, 4), (2, 5))]
+        swarm.wait_for(step)
+        process.step({name: torch.cat([batch[name] for batch in used]) for name in SAMPLES})
+        for trainer in trainers:
+            difference = (parameters_of(trainer) - process.parameters).norm()
+            assert difference < 1e-5 * (process.parameters - start).norm() and trainer.entry["received"] == 1.0
+    assert [scaler.get_scale() for scaler in scalers] == [2.0**8, 2.0**10, 2.0**14]
