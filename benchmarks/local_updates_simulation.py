@@ -130,15 +130,6 @@ def _send(part: torch.Tensor, compression: CompressionBase) -> torch.Tensor:
     return deserialize_torch_tensor(compression.compress(part, CompressionInfo.from_tensor(part)))
 
 
-def take_largest(contribution: Tensors, compression: CompressionBase) -> Tensors:
-    """Return what a peer sends of its contribution, which keeps the rest; all of it without a sparse compression."""
-    if not isinstance(compression, TopK):
-        return contribution
-    sent = [_send(compression.select(tensor), compression) for tensor in contribution]
-    torch._foreach_sub_(contribution, sent)
-    return sent
-
-
 def parameters_of(groups: Sequence[dict]) -> list[torch.nn.Parameter]:
     return [parameter for group in groups for parameter in group["params"]]
 
@@ -193,7 +184,9 @@ class LocalTrainer(LocalUpdatesOptimizer):
     :param theta: parameters of the last global step
     """
 
-    def __init__(self, model: torch.nn.Module, theta: Tensors, args: HyperparameterArguments, keeps_rest: bool):
+    def __init__(
+        self, model: torch.nn.Module, theta: Tensors, args: HyperparameterArguments, project: Callable | None
+    ):
         self._parent_pid = 0  # hivemind's destructor has nothing to shut down
         self.model = model
         self._inner_params = build_param_groups(model, args.weight_decay)
@@ -202,7 +195,7 @@ class LocalTrainer(LocalUpdatesOptimizer):
         self.max_local_grad_norm = args.max_grad_norm
         parameters = parameters_of(self._inner_params)
         self.state_averager = SimpleNamespace(main_parameters=parameters, local_epoch=0)
-        self.accumulator = UpdateAccumulator(parameters, theta, [torch.zeros_like(p) for p in parameters], keeps_rest)
+        self.accumulator = UpdateAccumulator(parameters, theta, [torch.zeros_like(p) for p in parameters], project)
         self._reset_inner()
 
     def train(self, batch: dict[str, torch.Tensor], num_samples: int) -> None:
@@ -225,8 +218,8 @@ class LocalUpdatePeers:
         groups = copies_of(build_param_groups(build_model(), args.weight_decay))
         self.theta = parameters_of(groups)
         self.outer = build_outer_optimizer(groups, args)
-        keeps_rest = isinstance(self._compression, TopK)
-        self.trainers = [LocalTrainer(build_model(), self.theta, args, keeps_rest) for _ in range(variant.peers)]
+        project = self._compression.project if isinstance(self._compression, TopK) else None
+        self.trainers = [LocalTrainer(build_model(), self.theta, args, project) for _ in range(variant.peers)]
         self.step = 0
 
     @property
@@ -249,8 +242,8 @@ class LocalUpdatePeers:
         if not self._senders:
             raise FloatingPointError("the parameters of all peers are NaN or Inf")
         weights = [samples[number] for number in self._senders]
-        sent = [take_largest(self.accumulators[number].contribution, self._compression) for number in self._senders]
-        self._mean = all_reduce(sent, weights, self._compression)
+        contributions = [self.accumulators[number].contribution for number in self._senders]
+        self._mean = all_reduce(contributions, weights, self._compression)
 
     def finish_round(self) -> None:
         """Take the global step, and bring the peers to it. Peers that missed the round download it."""

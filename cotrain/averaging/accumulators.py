@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -77,7 +77,7 @@ class UpdateAccumulator:
     :param main_parameters: parameters of the model. Hold `lock` while changing them
     :param step_parameters, contribution: parameters of the last global step, and what receives the pseudo-gradient for
       a round; tensors of the same shapes on the CPU
-    :param keeps_rest: whether what a round has left in `contribution` stays in the model as a local update
+    :param project: returns what a round takes of a tensor; the rest stays in the model as a local update. None: all
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class UpdateAccumulator:
         main_parameters: Sequence[torch.Tensor],
         step_parameters: Sequence[torch.Tensor],
         contribution: Sequence[torch.Tensor],
-        keeps_rest: bool = False,
+        project: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ):
         self.main_parameters, self.step_parameters = tuple(main_parameters), tuple(step_parameters)
-        self.contribution, self.keeps_rest = tuple(contribution), keeps_rest
+        self.contribution, self.project = tuple(contribution), project
         self.num_samples = 0  # since the last round
         self.lock = threading.RLock()
         self._base = [shared_zeros_like(parameter).copy_(parameter.detach()) for parameter in self.step_parameters]
@@ -119,6 +119,11 @@ class UpdateAccumulator:
                 num_samples = 0
                 torch._foreach_copy_(self._loaded, self._base)
                 torch._foreach_zero_(self.contribution)
+            elif self.project is not None:
+                for loaded, difference in zip(self._loaded, self.contribution, strict=True):
+                    sent = self.project(difference)
+                    loaded.add_(difference - sent)
+                    difference.copy_(sent)
         return num_samples
 
     def take_back(self, num_samples: int) -> int:
@@ -131,8 +136,6 @@ class UpdateAccumulator:
     def confirm(self) -> None:
         with self.lock:
             self._is_loaded = False
-            if self.keeps_rest:
-                torch._foreach_add_(self._loaded, self.contribution)
             self._base, self._loaded = self._loaded, self._base
 
     @torch.no_grad()

@@ -7,7 +7,6 @@ of these parts and receive the averages. The wire format is hivemind's, the rule
 - The average of a gradient is compressed once. All members, the reducer included, use the same bytes.
 - Gradients and parameters have separate weights and compressions.
 - Everything that is received is checked, before it is deserialized and against bounds.
-- With a sparse compression, a contribution keeps what it does not send and what its reducer does not take.
 """
 
 import asyncio
@@ -43,9 +42,8 @@ from cotrain.averaging.wire import check_tensor
 
 logger = get_logger(__name__)
 
-# What an answer is, in its field `weight`: values, the difference from those of its receiver, or values that have the
-# receiver's contribution
-VALUES, DIFFERENCE, TAKEN = 0.0, 1.0, 2.0
+# What an answer is, in its field `weight`: values, or the difference from those of its receiver
+VALUES, DIFFERENCE = 0.0, 1.0
 # Fraction of the time of a round after which a reducer closes its parts. The rest is for sending the averages.
 REDUCE_FRACTION = 0.9
 PACED_SECONDS = 3.0  # a peer on a slow link paces its values if sending them takes longer
@@ -162,8 +160,6 @@ class AllReduce:
         self._totals, self._received = Counter[TensorRole](), Counter[TensorRole]()
         for part in chain(*self._answers.values()):
             self._totals[part.info.role] += part.own.numel()
-        self._contributed: dict[Part, runtime_pb2.Tensor] = {}  # what `own` loses at the end
-        self._untaken: set[Part] = set()  # parts that were closed without this peer's values
         self._averaged: set[Part] = set()  # parts of gradients of the other reducers that have their average
         for part in chain(*parts.values()):  # without an average, parameters stay
             if not part.is_gradient:
@@ -216,10 +212,6 @@ class AllReduce:
             for task in tasks:  # if one has failed, the others run
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            loop = asyncio.get_running_loop()
-            for part, message in self._contributed.items():
-                # Also what was sent and not answered, or in a round that failed: its reducer may have used it.
-                part.own.sub_(await loop.run_in_executor(None, deserialize_torch_tensor, message))
         own = zip(self.reducer.parts, self.reducer.averages, strict=True)
         self._averaged |= {part for part, average in own if average.result().message is not None}
         for part in chain(*self._parts.values()):  # without an average, a gradient is 0
@@ -246,8 +238,6 @@ class AllReduce:
                     if message.code == averaging_pb2.BAD_GROUP_ID:
                         self.drop_unstarted_sender(peer_id)
                     if message.code != averaging_pb2.AVERAGED_PART:
-                        for refused in self._parts[peer_id]:
-                            self._contributed.pop(refused, None)
                         raise AllreduceException(averaging_pb2.MessageCode.Name(message.code))
                     await self._accept(peer_id, part, message)
         except Exception as error:
@@ -258,7 +248,7 @@ class AllReduce:
         parts = self._parts[peer_id]
 
         def compress(index: int) -> averaging_pb2.AveragingData:
-            tensor = parts[index].compress_own()
+            tensor = parts[index].compress(parts[index].own)
             tensor.chunks = index
             return averaging_pb2.AveragingData(
                 code=averaging_pb2.PART_FOR_AVERAGING,
@@ -268,9 +258,6 @@ class AllReduce:
             )
 
         async for message in amap_in_executor(compress, self._open_parts(peer_id)):
-            part = parts[message.tensor_part.chunks]
-            if part.keeps_rest and self.weight > MIN_WEIGHT and part not in self._untaken:
-                self._contributed[part] = message.tensor_part
             yield message
             now = time.monotonic()
             self._may_send_at = max(now, self._may_send_at) + len(message.tensor_part.buffer) / self._upload
@@ -307,9 +294,6 @@ class AllReduce:
             self.violations[peer_id] = str(error)
             raise
         self._answered.add(peer_id)
-        if part.keeps_rest and message.weight != TAKEN:
-            self._contributed.pop(part, None)
-            self._untaken.add(part)  # it may be sent all the same: parts are compressed ahead
         if excess is not None:
             self._excesses[peer_id] = excess
         if not part.is_gradient:
@@ -356,7 +340,7 @@ class AllReduce:
         try:
             for index, part in self._answers_for(sender, parts):
                 average = await asyncio.shield(self.reducer.averages[index])
-                answer, kind = average.message, TAKEN if sender in average.senders else VALUES
+                answer, kind = average.message, VALUES
                 if average.values is not None:
                     values, message = average.values, arrived.pop(index, None)
                     if message is not None:

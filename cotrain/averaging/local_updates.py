@@ -61,7 +61,7 @@ class LocalUpdatesOptimizer(CollaborativeOptimizer):
             self.state_averager.main_parameters,
             self._offloaded_parameters(),
             averager.gradients,
-            keeps_rest=averager.keeps_rest,
+            project=averager.project,
         )
 
     @property

@@ -120,7 +120,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             shutdown_timeout=self.shutdown_timeout,
             client_mode=self.dht.client_mode,
         )
-        for parameter, gradient in zip(self._offloaded_parameters(), averager.averaged_gradients, strict=True):
+        for parameter, gradient in zip(self._offloaded_parameters(), averager.gradients, strict=True):
             parameter.grad = gradient
         self.accumulator = self._make_accumulator(averager)
         return averager
@@ -345,15 +345,12 @@ class CollaborativeOptimizer(hivemind.Optimizer):
                     "others', let all peers pass --gradient_compression blockwise8, or also --local_updates"
                 )
         else:
-            if self.grad_averager.keeps_rest:
-                torch._foreach_copy_(self.grad_averager.averaged_gradients, self.grad_averager.gradients)
-                torch._foreach_zero_(self.grad_averager.gradients)  # nothing is left for the next round
             self.distance, self.coordinator.is_settling = 0.0, False
             if self.grad_averager.includes_parameters(step):
                 self._add_mark(step, os.urandom(16), is_alone=True)
             logger.info(f"Nobody else is at step #{step}: proceeding with local {kind}")
         # The norm is that of the average, the same at all peers, as in one process with the samples of all.
-        clip_norm(self.grad_averager.averaged_gradients, self.grad_averager.gradient_bound())
+        clip_norm(self.grad_averager.gradients, self.grad_averager.gradient_bound())
         self.state_averager.apply_update(step, parameters)
         self.state_averager.local_epoch = step
         self._has_update = True

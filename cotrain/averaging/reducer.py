@@ -18,7 +18,6 @@ from hivemind.proto import runtime_pb2
 
 from cotrain.averaging.bounds import MIN_WEIGHT, REPORTED, Bounds, ViolationError, norm_of
 from cotrain.averaging.neighbours import NormFilter, cap_weights
-from cotrain.averaging.sparse import TopK
 from cotrain.averaging.wire import TensorSpec
 
 # A sender is late for a part after LATE_FACTOR times the median time of the senders, plus LATE_SECONDS. Later parts do
@@ -48,17 +47,8 @@ class Part:
     def spec(self) -> TensorSpec:
         return TensorSpec(tuple(self.own.shape), compressions={self.compression.compression_type})
 
-    @property
-    def keeps_rest(self) -> bool:
-        """Whether `own` loses what the round takes, and keeps the rest."""
-        return self.is_gradient and isinstance(self.compression, TopK)
-
     def compress(self, tensor: torch.Tensor) -> runtime_pb2.Tensor:
         return self.compression.compress(tensor, self.info)
-
-    def compress_own(self) -> runtime_pb2.Tensor:
-        """Compress this peer's contribution."""
-        return self.compress(self.compression.select(self.own) if self.keeps_rest else self.own)
 
 
 @dataclass
@@ -81,7 +71,6 @@ class Average:
 
     message: runtime_pb2.Tensor | None = None
     values: torch.Tensor | None = None
-    senders: Collection[PeerID] = ()  # whose values it has
 
 
 @dataclass
@@ -93,7 +82,6 @@ class _Sum:
     # Sender -> values and weight of a gradient, compared before they are added; None: this peer's
     held: dict[PeerID | None, tuple[torch.Tensor, float]] = field(default_factory=dict)
     times: list[float] = field(default_factory=list)  # seconds from the first message of a sender to its part
-    senders: set[PeerID] = field(default_factory=set)  # the others whose values have arrived
 
     def add(self, values: torch.Tensor, weight: float) -> None:
         self.total = torch.zeros_like(values) if self.total is None else self.total
@@ -168,7 +156,6 @@ class Reducer:
         if self.averages[index].done():
             return
         sums.times.append(time.monotonic() - state.started)
-        sums.senders.add(sender)
         if weight > MIN_WEIGHT and part.is_gradient:
             sums.held[sender] = values, weight
         elif weight > MIN_WEIGHT:
@@ -225,10 +212,6 @@ class Reducer:
     async def _average(self, index: int) -> Average:
         part, sums, loop = self.parts[index], self._sums.pop(index, _Sum()), asyncio.get_running_loop()
         own, weight = part.own, self.own_weight(part)
-        if part.keeps_rest:
-            own = deserialize_torch_tensor(await loop.run_in_executor(None, part.compress_own))
-            if weight > MIN_WEIGHT:
-                part.own.sub_(own)
         if weight > MIN_WEIGHT and part.is_gradient:
             sums.held[None] = own, weight
         elif sums.total is None or weight > MIN_WEIGHT:
@@ -239,7 +222,7 @@ class Reducer:
             return Average(values=part.output.copy_(values))  # a view: the values of all parts are as large as it
         message = await loop.run_in_executor(None, part.compress, values)
         part.output.copy_(await loop.run_in_executor(None, deserialize_torch_tensor, message))
-        return Average(message, senders=sums.senders)
+        return Average(message)
 
     def _add_held(self, sums: _Sum) -> None:
         """Add the gradients, scaled down where weight or norm is too large compared with the others'."""

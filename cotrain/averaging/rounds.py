@@ -85,8 +85,8 @@ class RoundResult:
 class RoundAverager(SafeAverager):
     """Averages this peer's gradients and parameters with its group, in one round per global step.
 
-    Fill `gradients` before a round. The averages are in `averaged_gradients` and `averaged_parameters` after it. If
-    `keeps_rest`, `gradients` then has what the round did not take; otherwise the averages have replaced the gradients.
+    Fill `gradients` before a round. After it they are the averages; those of the parameters are in
+    `averaged_parameters`.
 
     :param parameters: parameters of the offloaded optimizer, on the CPU in shared memory
     :param max_grad_norm: norm to which the average is clipped; 0: no bound
@@ -119,16 +119,13 @@ class RoundAverager(SafeAverager):
         **kwargs,
     ):
         self.local_updates, self.max_weight, self.believes_weights = local_updates, max_weight, believes_weights
-        self.keeps_rest = isinstance(gradient_compression, TopK)
+        self.project = gradient_compression.project if isinstance(gradient_compression, TopK) else None
         self.max_grad_norm, self.average_parameters_every = max_grad_norm, average_parameters_every
         self._peak_rate, self.learning_rate = learning_rate, multiprocessing.RawValue("d", learning_rate)
         self.gradients = [torch.zeros(parameter.shape).share_memory_() for parameter in parameters]
         self.parameters = [parameter.detach() for parameter in parameters]
-        self.averaged_gradients = self.gradients
-        if self.keeps_rest:
-            self.averaged_gradients = [torch.zeros_like(tensor).share_memory_() for tensor in self.gradients]
         self.averaged_parameters = [torch.zeros_like(tensor).share_memory_() for tensor in self.parameters]
-        self._outputs = [*self.averaged_gradients, *self.averaged_parameters]
+        self._outputs = [*self.gradients, *self.averaged_parameters]
         self.requested_number = multiprocessing.RawValue("q", -1)  # step for which another peer asks for a group
         self._delivery = Delivery(0)  # of the newest round
         self._slow: set[PeerID] = set()  # senders that were late for a part of it

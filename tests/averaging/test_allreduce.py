@@ -335,55 +335,6 @@ def test_who_was_late_in_the_last_round_is_waited_for_less(rate, slow, late, lea
     assert least <= max(seconds[:3]) <= most
 
 
-def test_sparse_contributions_lose_what_all_members_have_received():
-    """The first member is slow, the last one a client. What they take from their contributions is the average."""
-    weights, number = [1.0, 3.0, 2.0], 3
-    shares = [1.0, 1.0, 0.0]
-    group, _ = average(
-        lambda: Group([FAST / 20, FAST, FAST], weights, shares, compression="topk", tensors=noisy_tensors)
-    )
-    sent = [noisy_tensors(member)[0] - group.inputs[member][0] for member in range(number)]
-    assert all(0.06 < (values != 0).float().mean() < 0.07 for values in sent), "64 of each part of 1024"
-    expected = sum(weight * values for weight, values in zip(weights, sent, strict=True)) / sum(weights)
-    first = group.outputs[0][0]
-    assert all(torch.equal(first, average_of_all) for (average_of_all,) in group.outputs)
-    assert torch.equal(first != 0, expected != 0) and (first - expected).norm() < 0.1 * expected.norm()
-
-
-def test_sparse_contribution_keeps_what_came_too_late(monkeypatch):
-    monkeypatch.setattr(reducer, "LATE_SECONDS", 0.2)
-    number, options = 4, {"compression": "topk", "part_size_bytes": 64, "timeout": 3.0, "bounds": Bounds()}
-
-    def tensors(member: int) -> list[torch.Tensor]:
-        return [noisy_tensors(3)[0] * (member == 3)]
-
-    weights = [MIN_WEIGHT] * 3 + [1.0]
-    group, _ = average(
-        lambda: Group([FAST, FAST, FAST, 400], weights, shares=[1, 1, 1, 0], tensors=tensors, **options)
-    )
-    lost = tensors(3)[0] - group.inputs[3][0]
-    assert all(torch.equal(group.outputs[0][0], group.outputs[member][0]) for member in range(number))
-    assert torch.equal(lost != 0, group.outputs[0][0] != 0)
-    assert 0 < (lost != 0).float().mean() < 0.4, "of the half that it had to send"
-
-
-def test_sparse_contribution_without_weight_or_refused_is_kept():
-    """The first member lacks updates, the last one has no round, and refuses."""
-
-    def refuse(sender: int, message: averaging_pb2.AveragingData) -> None:
-        if sender == 2:
-            message.code = averaging_pb2.BAD_GROUP_ID
-
-    group, _ = average(
-        lambda: Group([FAST] * 3, [0.0, 1.0, 1.0], compression="topk", tensors=noisy_tensors, alter=refuse)
-    )
-    assert torch.equal(group.inputs[0][0], noisy_tensors(0)[0])
-    third = group.members[0]._parts[group.ids[2]]
-    lost = (noisy_tensors(1)[0] - group.inputs[1][0]) != 0
-    offsets = [(part.own.storage_offset(), part.own.numel()) for part in third]
-    assert not any(lost[begin : begin + size].any() for begin, size in offsets) and lost.any()
-
-
 async def test_what_comes_too_late_is_not_the_same_in_each_round():
     """All members cut alike, but begin at another part of each share."""
 

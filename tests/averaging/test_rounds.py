@@ -102,7 +102,7 @@ def test_peers_that_find_the_step_due_seconds_apart_average_all_the_same(build_s
     rounds[1 - first].allow_allreduce()
     for trainer, control in zip(trainers, rounds, strict=True):
         assert control.result(120).received == 1.0
-        assert all((gradient == 1.5).all() for gradient in trainer.averager.averaged_gradients)
+        assert all((gradient == 1.5).all() for gradient in trainer.averager.gradients)
 
 
 def test_round_that_is_called_off_keeps_nobody_waiting(build_swarm):

@@ -77,7 +77,7 @@ class Rounds:
         if self.outcome != Outcome.AVERAGED:
             return self.outcome, None
         averager = self.averager
-        for average in averager.averaged_gradients:
+        for average in averager.gradients:
             average.fill_(self.gradients)
         for average, own in zip(averager.averaged_parameters, averager.parameters, strict=True):
             average.copy_(own if self.parameters is None else torch.full_like(own, self.parameters))
