@@ -6,8 +6,10 @@ the offloaded parameters. The main thread copies these to the model at its next 
 steps therefore takes part in each round, with the gradients that it has.
 """
 
+import math
 import multiprocessing
 import os
+import statistics
 import threading
 import time
 from collections import deque
@@ -37,6 +39,8 @@ MAX_MISSED_UPDATES = 64  # steps that the other peers can have taken during a do
 # Consecutive steps without a round after which a peer says that it is away, or takes the step without the others.
 # The trainer with the smallest peer ID goes first, the others only if it takes no step either.
 MAX_FAILURES, MAX_FAILURES_OF_OTHERS = 3, 6
+# Local steps wait for rounds that take up to this fraction of the time, also with delays: at most that of the speed
+SHORT_ROUNDS = 0.05
 RETRY_SECONDS = 1.0  # after a failed round, for a local step of a peer that computes nothing during rounds
 MAX_FAILED_LOADS = 3  # before peers that claim a step without any offered state are ignored for a while
 
@@ -153,8 +157,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             self.load_state_from_peers()
         elif self._accumulate(self.batch_size_per_step if batch_size is None else batch_size):
             self._wake.set()
-            if not self.delay_grad_averaging:
-                self._wait_for_step()
+            self._wait_for_step(self._patience())
 
     def _accumulate(self, num_samples: int) -> bool:
         """Accumulate the gradients of the model; False if one has NaN or Inf."""
@@ -173,14 +176,32 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         """Use the gradients of the model, which are finite. Return the samples accumulated for the global step."""
         return self.accumulator.add(num_samples)
 
-    def _wait_for_step(self) -> None:
+    def _patience(self) -> float:
+        """Return the seconds for which a local step waits for a global step that is due or runs.
+
+        With delays it waits for short rounds, too. Gradients of old parameters make a step worth less, see
+        docs/tuning.md.
+        """
+        if not self.delay_grad_averaging:
+            return math.inf
+        share = self.averaging_share
+        is_short = share is not None and share <= SHORT_ROUNDS
+        return 2 * statistics.fmean(seconds for _, seconds in self._round_times) if is_short else 0.0
+
+    def _wait_for_step(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        waits_for_update = self.delay_grad_averaging or not self.delay_optimizer_step
         with self.tracker.pause_updates():
             self._waits_for_step = True
             try:
-                while self._may_begin_step() and not (self._is_over or self._is_interrupted()):
+                while (
+                    time.monotonic() < until
+                    and self._may_begin_step()
+                    and not (self._is_over or self._is_interrupted())
+                ):
                     # The order matters: a step that begins in between is marked as busy before it stops being due.
                     is_due = self._is_due()
-                    is_busy = self._in_round if self.delay_optimizer_step else self._in_step
+                    is_busy = self._in_step if waits_for_update else self._in_round
                     if not (is_due or is_busy):
                         break
                     self._progressed.wait(IDLE_SECONDS)

@@ -204,6 +204,30 @@ def test_failed_round_is_repeated_with_its_samples_and_at_last_without_the_other
     assert samples_of(optimizer) == [(1, 12)] and [step for step, _ in optimizer.state_averager.marks] == [1]
 
 
+@pytest.mark.parametrize(("seconds", "waits"), [(1.0, True), (20.0, False)])
+def test_local_step_waits_for_short_rounds(seconds, waits):
+    """The next one then begins with the new parameters. Of 100 seconds, the last rounds have taken 1 or 20."""
+    optimizer, begun, ended = build(), Event(), Event()
+    optimizer._round_times.extend((time.monotonic() - age, seconds) for age in (300.0, 200.0, 100.0))
+    optimizer.coordinator.gradients = 1.0
+    is_waiting = []
+
+    def run_round() -> None:
+        begun.set()
+        if waits:
+            wait_until(lambda: optimizer._waits_for_step, 60, "the local step")
+        is_waiting.append(optimizer._waits_for_step or not ended.wait(60))
+
+    optimizer.coordinator.during = run_round
+    optimizer.state_averager.main_parameters[0].grad = torch.ones(1, 2)
+    optimizer.step(batch_size=64)
+    is_new = value_of(optimizer.state_averager.main_parameters) != 3.0
+    assert begun.wait(60)
+    ended.set()
+    optimizer.stop_averaging()
+    assert is_new == waits and is_waiting == [waits]
+
+
 def test_averaging_share_is_the_time_in_rounds(monkeypatch):
     optimizer, now = build(), [100.0]
     monkeypatch.setattr("cotrain.averaging.optimizer.time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
