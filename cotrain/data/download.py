@@ -8,13 +8,11 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
 
 import requests
 import urllib3
-from filelock import AcquireReturnProxy, FileLock, Timeout
+from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 from urllib3.util import parse_url
 
@@ -26,7 +24,6 @@ from cotrain.data.archive import DATASET, TOKENIZER, ArchiveError, check_space, 
 from cotrain.data.loading import check_samples
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 CONNECT_TIMEOUT, READ_TIMEOUT = 10.0, 30.0  # seconds; READ_TIMEOUT is between two reads, not for the whole response
 MIN_SPEED, SPEED_WINDOW = 1000, 60.0  # bytes per second over this many seconds; a slower transfer is interrupted
@@ -54,12 +51,17 @@ def fetch_data(args: ModelArguments, disable_tqdm: bool = False) -> None:
         return
     folder = Path(getattr(args, "dataset_path", args.tokenizer_path)).resolve()
     make_parent(folder)
-    lock_path = folder.with_name(f".{folder.name}.lock")
+    lock = FileLock(folder.with_name(f".{folder.name}.lock"))  # ends with its process
     try:
-        with _acquire(FileLock(lock_path)):
+        try:
+            acquired = lock.acquire(timeout=0)
+        except Timeout:
+            logger.info("Another process is downloading the data; waiting for it")
+            acquired = lock.acquire(poll_interval=0.5)
+        with acquired:
             if missing := _find_missing(args):
                 _fetch(args, missing, folder.with_name(f".{folder.name}.download"), disable_tqdm)
-            lock_path.unlink(missing_ok=True)  # later processes find the data
+            Path(lock.lock_file).unlink(missing_ok=True)  # later processes find the data
     except OSError as error:
         error.filename = error.filename or str(folder.parent)  # a failed write does not say where
         raise
@@ -87,15 +89,6 @@ def _find_missing(args: ModelArguments) -> dict[str, Path]:
                 f"and '{args.tokenizer_path}' to download this one, or pass other paths"
             )
     return missing
-
-
-def _acquire(lock: FileLock) -> AcquireReturnProxy:
-    """Take the lock that lets one process of this machine download at a time. It ends with its process."""
-    try:
-        return lock.acquire(timeout=0)
-    except Timeout:
-        logger.info("Another process is downloading the data; waiting for it")
-        return lock.acquire(poll_interval=0.5)
 
 
 def _fetch(args: ModelArguments, missing: dict[str, Path], path: Path, disable_tqdm: bool) -> None:
@@ -149,91 +142,74 @@ def public_address(url: str) -> str:
     return parse_url(url)._replace(auth=None, query=None, fragment=None).url
 
 
-@contextlib.contextmanager
-def _get(session: requests.Session, url: str, expected: set[int], start: int = 0) -> Iterator[requests.Response]:
-    """Send a GET request and yield the response, whose body is not read yet.
+def _download(session: requests.Session, args: ModelArguments, path: Path, disable_tqdm: bool) -> str:
+    """Download the archive, and resume a partial file at `path` if the SHA-256 is known; return the SHA-256.
+
+    :raises TemporaryError: after too many attempts
+    :raises UserError: if the SHA-256 is another one, or the server refuses the request
+    """
+    address, expected = public_address(args.dataset_url), args.dataset_sha256
+    failures = most = mismatches = 0
+    for _ in range(MAX_TRIES):
+        start = path.stat().st_size if expected is not None and path.exists() else 0
+        try:
+            is_resumed = _receive(session, args, path, start, disable_tqdm)
+        except TransientError as transient:
+            error, size = transient, path.stat().st_size if path.exists() else 0
+            if size > most:  # no reset if each attempt fails at the same offset
+                failures, most = 0, size
+            if failures == len(PAUSES):
+                break
+            logger.warning(f"{address}: {error}; trying again in {PAUSES[failures]} s")
+            time.sleep(PAUSES[failures])
+            failures += 1
+            continue
+        digest = file_sha256(path)
+        if expected in (None, digest):
+            return digest
+        path.unlink()
+        mismatches += 1
+        if mismatches == 2 or not is_resumed:
+            raise UserError(
+                f"--dataset_url: {address} has SHA-256 {digest}, but --dataset_sha256 says {expected}; ask the "
+                "organiser which is right"
+            )
+        logger.warning("The resumed download does not match the SHA-256")
+    raise TemporaryError(f"--dataset_url: {address} cannot be downloaded ({error}); try again later")
+
+
+def _receive(session: requests.Session, args: ModelArguments, path: Path, start: int, disable_tqdm: bool) -> bool:
+    """Try once to receive the archive from byte `start` on; return whether a partial file was resumed.
 
     The messages of requests and urllib3 quote the whole address, so no error message contains them.
 
-    :param start: number of bytes that are there already
-    :raises TransientError: for network errors, also in the body of the `with` statement, and temporary status codes
-    :raises UserError: if the request is invalid, or for other status codes than those in `expected`
+    :raises TransientError: for network errors and temporary status codes
+    :raises UserError: if the request is invalid, or for other status codes
     """
+    address = public_address(args.dataset_url)
     # No content encoding: offsets and checksum refer to the bytes of the file on the server.
     headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={start}-"} if start else {})
+    timeouts = CONNECT_TIMEOUT, READ_TIMEOUT
     try:
-        with session.get(url, headers=headers, stream=True, timeout=(CONNECT_TIMEOUT, READ_TIMEOUT)) as response:
-            if response.status_code in TEMPORARY_TROUBLE:
-                raise TransientError(f"the server answers with status {response.status_code}")
-            if response.status_code not in expected:
-                raise UserError(
-                    f"--dataset_url: {public_address(url)} answers with status {response.status_code}; check the "
-                    "address and that it is public"
-                )
-            yield response
+        with session.get(args.dataset_url, headers=headers, stream=True, timeout=timeouts) as response:
+            status = response.status_code
+            if status in TEMPORARY_TROUBLE:
+                raise TransientError(f"the server answers with status {status}")
+            if status not in ({200, 206, 416} if start else {200}):
+                remedy = "check the address and that it is public"
+                raise UserError(f"--dataset_url: {address} answers with status {status}; {remedy}")
+            if status != 416:  # nothing is missing, or it is another file: the SHA-256 shows which
+                start = start if status == 206 else 0
+                _write(response.raw, path, start, args, disable_tqdm)
+            return start > 0
     except (requests.ConnectionError, requests.Timeout, urllib3.exceptions.HTTPError) as error:
         cause = error
         while deeper := cause.__cause__ or cause.__context__:
             cause = deeper
         raise TransientError(getattr(cause, "strerror", None) or type(cause).__name__) from None
     except requests.RequestException as error:
-        raise UserError(
-            f"--dataset_url: {public_address(url)} cannot be requested ({type(error).__name__}); check the address"
-        ) from None
-
-
-def _retry(url: str, attempt: Callable[[], T], received: Callable[[], int] = lambda: 0) -> T:
-    """Call `attempt` until it raises no `TransientError`, with growing pauses.
-
-    :param received: returns the number of bytes received so far; an attempt that adds bytes resets the pause
-    :raises TemporaryError: after too many attempts
-    """
-    failures = most = 0
-    for _ in range(MAX_TRIES):
-        try:
-            return attempt()
-        except TransientError as transient:
-            error = transient
-        if (size := received()) > most:  # no reset if each attempt fails at the same offset
-            failures, most = 0, size
-        if failures == len(PAUSES):
-            break
-        logger.warning(f"{public_address(url)}: {error}; trying again in {PAUSES[failures]} s")
-        time.sleep(PAUSES[failures])
-        failures += 1
-    raise TemporaryError(f"--dataset_url: {public_address(url)} cannot be downloaded ({error}); try again later")
-
-
-def _download(session: requests.Session, args: ModelArguments, path: Path, disable_tqdm: bool) -> str:
-    """Download the archive, and resume a partial file at `path` if the SHA-256 is known; return the SHA-256."""
-    url, expected = args.dataset_url, args.dataset_sha256
-
-    def count() -> int:
-        return path.stat().st_size if path.exists() else 0
-
-    def receive() -> bool:
-        """Try once to receive the remaining bytes; return whether a partial file was resumed."""
-        start = count() if expected is not None else 0
-        with _get(session, url, {200, 206, 416} if start else {200}, start) as response:
-            if response.status_code == 416:
-                return True  # nothing is missing, or it is another file: the SHA-256 shows which
-            start = start if response.status_code == 206 else 0
-            _write(response.raw, path, start, args, disable_tqdm)
-            return start > 0
-
-    for _ in range(2):
-        is_resumed = _retry(url, receive, received=count)
-        digest = file_sha256(path)
-        if expected in (None, digest):
-            return digest
-        path.unlink()
-        if not is_resumed:
-            break
-        logger.warning("The resumed download does not match the SHA-256")
-    raise UserError(
-        f"--dataset_url: {public_address(url)} has SHA-256 {digest}, but --dataset_sha256 says {expected}; ask "
-        "the organiser which is right"
-    )
+        remedy = "check the address"
+        raise UserError(f"--dataset_url: {address} cannot be requested ({type(error).__name__}); {remedy}") from None
 
 
 def _write(body: urllib3.BaseHTTPResponse, path: Path, start: int, args: ModelArguments, disable_tqdm: bool) -> None:
