@@ -3,7 +3,7 @@
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -62,7 +62,7 @@ class Documents:
     def num_chars(self) -> int:
         return int(self.lengths.sum())
 
-    def select(self, numbers: np.ndarray | list[int] | slice) -> "Documents":
+    def select(self, numbers: Sequence[int] | np.ndarray) -> "Documents":
         return Documents(self.path, self.rows[numbers], self.lengths[numbers])
 
     def read(self) -> list[str]:
@@ -86,17 +86,15 @@ def _open(path: str) -> pa.ChunkedArray:
 
 def write_documents(source: Source, split: str, layout: str, path: Path) -> Documents:
     """Group the rows of a split into documents, write these to an Arrow file, and print the counts."""
-    lengths: list[int] = []
-    skipped: Counter[str] = Counter()
-    schema = pa.schema({"text": pa.string()})
+    lengths, skipped, schema = [], Counter(), pa.schema({"text": pa.string()})
     with (
         pa.OSFile(str(path), "wb") as file,
         pa.ipc.new_stream(file, schema) as writer,
         tqdm(desc=f"Reading {split} text", unit=" chars", unit_scale=True, delay=1) as progress,  # seconds
     ):
         batch, size = [], 0
-        counted = (_count_blank(part(), skipped) if layout == "rows" else part() for part in source.parts[split])
-        for document in itertools.chain.from_iterable(split_documents(rows, layout) for rows in counted):
+        documents = (split_documents(part(), layout, skipped) for part in source.parts[split])
+        for document in itertools.chain.from_iterable(documents):
             batch.append(document)
             lengths.append(len(document))
             size += len(document)
@@ -105,18 +103,9 @@ def write_documents(source: Source, split: str, layout: str, path: Path) -> Docu
                 writer.write_table(pa.table({"text": batch}, schema=schema))
                 batch, size = [], 0
         writer.write_table(pa.table({"text": batch}, schema=schema))
-    what = f"{source.name}: {len(lengths):,} documents of {split} text, {LAYOUTS[layout]}"
-    print(
-        "; ".join([what, *(f"{count:,} {kind} rows skipped" for kind, count in sorted(skipped.items(), reverse=True))])
-    )
+    others = "".join(f"; {count:,} {kind} rows skipped" for kind, count in sorted(skipped.items(), reverse=True))
+    print(f"{source.name}: {len(lengths):,} documents of {split} text, {LAYOUTS[layout]}{others}")
     return Documents(str(path), np.arange(len(lengths)), np.array(lengths, dtype=np.int64))
-
-
-def _count_blank(rows: Iterable[str | None], skipped: Counter[str]) -> Iterator[str | None]:
-    for row in rows:
-        if row is None or not row.strip():
-            skipped["null" if row is None else "blank"] += 1
-        yield row
 
 
 def read_corpus(source: Source, folder: Path, validation_fraction: float, seed: int) -> dict[str, Documents]:
@@ -169,10 +158,12 @@ def _cut_row(row: str) -> Iterator[str]:
         yield line.rstrip()
 
 
-def _mark_ends(rows: Iterable[str | None], layout: str) -> Iterator[str | None]:
+def _mark_ends(rows: Iterable[str | None], layout: str, skipped: Counter[str]) -> Iterator[str | None]:
     """Yield the lines of the rows, and None where a document ends."""
     if layout == "rows":
         for row in rows:
+            if row is None or not row.strip():
+                skipped["null" if row is None else "blank"] += 1
             yield from _cut_row(row or "")
             yield None
         return
@@ -186,16 +177,18 @@ def _mark_ends(rows: Iterable[str | None], layout: str) -> Iterator[str | None]:
     yield None
 
 
-def split_documents(rows: Iterable[str | None], layout: str = "blank lines") -> Iterator[str]:
+def split_documents(
+    rows: Iterable[str | None], layout: str = "blank lines", skipped: Counter[str] | None = None
+) -> Iterator[str]:
     """Group rows of text into documents.
 
     :param layout: a key of LAYOUTS. In any case a document has at most MAX_DOCUMENT_CHARS: BookCorpus has one sentence
         per row and no separators between books
+    :param skipped: counts the rows of the layout "rows" that are "null" or "blank"
     :returns: documents that are not blank: lines joined by newlines
     """
-    lines: list[str] = []
-    size = 0
-    for line in _mark_ends(rows, layout):
+    lines, size = [], 0
+    for line in _mark_ends(rows, layout, Counter() if skipped is None else skipped):
         if lines and (line is None or size + len(line) > MAX_DOCUMENT_CHARS):
             if document := "\n".join(lines).strip("\n"):
                 yield document

@@ -3,7 +3,6 @@
 import contextlib
 import glob
 import io
-import itertools
 import mimetypes
 import platform
 import re
@@ -14,6 +13,7 @@ from functools import cache, partial
 from pathlib import Path
 
 import charset_normalizer
+import datasets
 import fsspec
 
 from cotrain.common.errors import UserError, first_line
@@ -21,10 +21,7 @@ from cotrain.data.corpus import Source
 from cotrain.models.objectives import SPLITS
 
 # The builders of `datasets` by file name, without .gz and the like; other files are text.
-_BUILDERS = {
-    ".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet",
-}  # fmt: skip
-_COMPRESSED = (".bz2", ".gz", ".xz", ".zip", ".zst")
+_BUILDERS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".tsv": "csv"}
 READ_CHARS = 1_000_000  # read from a text file at a time
 # Without the code pages of DOS and Macs, which charset-normalizer finds in short texts of any language
 _ENCODINGS = (
@@ -35,7 +32,7 @@ _ENCODINGS = (
 
 # --- embedded text ---------------------------------------------------------------------------------------------------
 
-_UNDERLINE = re.compile(r"([^\w\s])\1{2,}")  # rows of one repeated character: underlines of reStructuredText
+_UNDERLINE = re.compile(r"^([^\w\s])\1{2,}$")  # rows of one repeated character: underlines of reStructuredText
 
 
 def open_sample() -> Source:
@@ -49,10 +46,8 @@ def _sample_rows() -> Iterator[str]:
     from pydoc_data.topics import topics
 
     for _, topic in sorted(topics.items()):
-        lines = ["" if _UNDERLINE.fullmatch(line.strip()) else line.strip() for line in topic.split("\n")]
-        for has_text, paragraph in itertools.groupby(lines, key=bool):
-            if has_text:
-                yield " ".join(paragraph)
+        lines = "\n".join(_UNDERLINE.sub("", line.strip()) for line in topic.split("\n")).strip("\n")
+        yield from (paragraph.replace("\n", " ") for paragraph in re.split(r"\n{2,}", lines))
         yield ""
 
 
@@ -88,7 +83,7 @@ def open_splits(name: str, splits: dict[str, list[Path]], column: str, encoding:
 
 def _find_suffix(path: Path) -> str:
     """Return the suffix of a file name without that of its compression."""
-    return (path.with_suffix("") if path.suffix.lower() in _COMPRESSED else path).suffix.lower()
+    return (path.with_suffix("") if fsspec.utils.infer_compression(str(path)) else path).suffix.lower()
 
 
 def _read_file(path: Path, kind: str, column: str, encoding: str | None) -> Iterator[str | None]:
@@ -99,8 +94,6 @@ def _read_file(path: Path, kind: str, column: str, encoding: str | None) -> Iter
             with io.TextIOWrapper(_open(path), **options) as file:
                 yield from iter(partial(file.readline, READ_CHARS), "")
             return
-        import datasets  # takes a second, which plain text need not wait for
-
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the messages are in ours
         options |= {"sep": "\t"} if _find_suffix(path) == ".tsv" else {}
         # One dataset for each file: files with other columns do not fit into one.
@@ -122,10 +115,8 @@ def _explain(name: str) -> Iterator[None]:
 
 
 def _open(path: Path) -> io.BufferedReader:
-    if (compression := fsspec.utils.infer_compression(str(path))) is None:
-        return open(path, "rb")  # fsspec's file is slower
     # Python's reader is wanted for .zst, whose own has no lines.
-    return io.BufferedReader(fsspec.open(str(path), compression=compression).open())
+    return io.BufferedReader(fsspec.open(str(path), compression="infer").open())
 
 
 @cache
@@ -163,8 +154,6 @@ def open_dataset(
     name: str, config_name: str | None, revision: str | None, cache_dir: str | None, column: str, encoding: str | None
 ) -> Source:
     """Open a dataset on the Hugging Face Hub, or one in a folder."""
-    import datasets
-
     full_name, folder = " ".join(filter(None, [name, config_name])), Path(name).resolve()
     try:
         if folder.is_dir():
