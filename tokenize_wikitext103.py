@@ -7,8 +7,6 @@
 ./tokenize_wikitext103.py --objective clm --tokenizer gpt2                 # for GPT-2
 """
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import itertools
@@ -18,21 +16,18 @@ import time
 from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
+
+from tqdm.auto import tqdm
 
 from cotrain.arguments import DATASET_FOLDERS
 from cotrain.common.errors import UserError, run_script
 from cotrain.common.flags import ArgumentsError, Flags, flag, parse_arguments, require, require_apart
-from cotrain.data.manifest import Manifest, tokenizer_sha256
+from cotrain.data.corpus import Documents, read_corpus
+from cotrain.data.manifest import Manifest
 from cotrain.models.objectives import DEFAULT_OBJECTIVE, OBJECTIVES
-from cotrain.models.vocabulary import vocabulary_size
 
-# The rest is imported where it is used: transformers takes seconds, and --help and a text file that cannot be read
-# need not wait for it.
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from cotrain.data.corpus import Documents
+# The rest is imported where it is used: datasets and transformers take seconds, for which --help need not wait.
 
 LANGUAGES = Path(__file__).parent / "cotrain/data/languages.txt"  # with sentences, by code
 # A folder is only replaced if it has one of these files.
@@ -151,22 +146,26 @@ def main() -> None:
 def prepare(args: TokenizationArguments) -> Manifest:
     """Make dataset, tokenizer and manifest."""
     from cotrain.common.atomic_files import check_target, new_folder, temporary_folder
-    from cotrain.data.corpus import read_corpus
     from cotrain.data.loading import check_samples
     from cotrain.data.packing import PackingConfig
-    from cotrain.data.preparation import open_encoder, open_workers, save_manifest, tokenize_split
+    from cotrain.data.preparation import open_encoder, tokenize_corpus
     from cotrain.data.sources import open_dataset, open_files, open_sample
     from cotrain.data.tokenizers import check_losses
+    from cotrain.models.vocabulary import tokenizer_sha256, vocabulary_size
 
     # Fail early: check outputs first, then inputs.
     if args.archive is not None:
         check_target(Path(args.archive), "--archive", args.overwrite)
-    if args.train_tokenizer:
-        check_target(Path(args.tokenizer_path), "--tokenizer_path", args.overwrite, TOKENIZER_FILES)
-    output_path = Path(args.output_path)
-    with contextlib.ExitStack() as stack:
-        dataset_folder = stack.enter_context(new_folder(output_path, "--output_path", args.overwrite, DATASET_FILES))
-        work = stack.enter_context(temporary_folder(Path(args.cache_dir or output_path.parent) / "work"))
+    path = Path(args.tokenizer_path)
+    target = new_folder(path, "--tokenizer_path", args.overwrite, TOKENIZER_FILES)
+    if is_kept := not args.train_tokenizer and Path(args.tokenizer).resolve() == path.resolve():
+        target = contextlib.nullcontext(path)
+    with (
+        new_folder(Path(args.output_path), "--output_path", args.overwrite, DATASET_FILES) as dataset_folder,
+        # Entered after the dataset's folder, so complete before it: a dataset never lacks its tokenizer.
+        target as tokenizer_folder,
+        temporary_folder(Path(args.cache_dir or Path(args.output_path).parent) / "work") as work,
+    ):
         if args.sample:
             source = open_sample()
         elif args.train_file is not None:
@@ -177,30 +176,24 @@ def prepare(args: TokenizationArguments) -> Manifest:
         if args.row_is is not None:
             source = replace(source, has_lines=args.row_is == "line")
         corpus = read_corpus(source, work, args.validation_fraction, args.seed)
-        # Entered after the dataset's folder, so complete before it: a dataset never lacks its tokenizer.
-        tokenizer, tokenizer_folder = build_tokenizer(args, corpus, stack)
-
-        config = PackingConfig(args.objective, args.max_seq_length, args.seed, args.language)
+        build_tokenizer(args, corpus, None if is_kept else tokenizer_folder)
         encoder = open_encoder(str(tokenizer_folder))  # the workers inherit it
         flag = "--train_tokenizer" if args.train_tokenizer else "--tokenizer"
         check_losses(encoder, corpus, args.seed, flag, args.allow_lost_text)
-        with open_workers(args.num_proc) as map_tasks:
-            splits = {
-                split: asdict(tokenize_split(split, documents, tokenizer_folder, config, map_tasks, dataset_folder))
-                for split, documents in corpus.items()
-            }
+        config = PackingConfig(args.objective, args.max_seq_length, args.seed, args.language)
+        splits = tokenize_corpus(corpus, tokenizer_folder, config, args.num_proc, work, dataset_folder)
         # The manifest is published: no local path.
         name = Path(args.tokenizer).resolve().name if Path(args.tokenizer).is_dir() else args.tokenizer
         manifest = Manifest(
             source=source.name,
             **asdict(config),
             tokenizer="trained on this text" if args.train_tokenizer else name,
-            tokenizer_class=type(tokenizer).__name__,
-            vocab_size=vocabulary_size(tokenizer),
-            tokenizer_sha256=tokenizer_sha256(tokenizer),
+            tokenizer_class=type(encoder.tokenizer).__name__,
+            vocab_size=vocabulary_size(encoder.tokenizer),
+            tokenizer_sha256=tokenizer_sha256(encoder.tokenizer),
             splits=splits,
         )
-        save_manifest(manifest, dataset_folder)
+        manifest.save(dataset_folder)
         try:
             check_samples(dataset_folder)
         except ValueError as error:
@@ -208,23 +201,12 @@ def prepare(args: TokenizationArguments) -> Manifest:
     return manifest
 
 
-def build_tokenizer(
-    args: TokenizationArguments, corpus: dict[str, Documents], stack: contextlib.ExitStack
-) -> tuple[PreTrainedTokenizerBase, Path]:
-    """Train or load the tokenizer, and save it unless it is loaded from --tokenizer_path.
-
-    :param stack: at whose end the tokenizer is complete in --tokenizer_path
-    :returns: the tokenizer, and the folder that it can be loaded from until then
-    """
-    from tqdm.auto import tqdm
-
-    from cotrain.common.atomic_files import new_folder
+def build_tokenizer(args: TokenizationArguments, corpus: dict[str, Documents], folder: Path | None) -> None:
+    """Train or load the tokenizer, check its special tokens, and save it in a folder unless it is there."""
+    from cotrain.data.tokenizer_training import TRAINING_CHARS, train_tokenizer
     from cotrain.data.tokenizers import check_special_tokens, load_tokenizer
 
-    path = Path(args.tokenizer_path)
     if args.train_tokenizer:
-        from cotrain.data.tokenizer_training import TRAINING_CHARS, train_tokenizer
-
         # Of all splits: without the characters of the validation text, these would be unknown in small texts.
         samples = (documents.sample(TRAINING_CHARS, args.seed) for documents in corpus.values())
         sample = tqdm(itertools.chain.from_iterable(samples), desc="Training a tokenizer", unit=" documents", delay=1)
@@ -233,12 +215,9 @@ def build_tokenizer(
         remedy = "pass another tokenizer, go online, or pass --train_tokenizer to train one"
         tokenizer = load_tokenizer(args.tokenizer, "--tokenizer", remedy, use_hub=True, cache_dir=args.cache_dir)
     check_special_tokens(tokenizer, args.objective)
-    if not args.train_tokenizer and Path(args.tokenizer).resolve() == path.resolve():
-        return tokenizer, path
-    folder = stack.enter_context(new_folder(path, "--tokenizer_path", args.overwrite, TOKENIZER_FILES))
-    tokenizer.init_kwargs["objective"] = args.objective  # for monitors, which have no data; see set_objective
-    tokenizer.save_pretrained(folder)
-    return tokenizer, folder
+    if folder is not None:
+        tokenizer.init_kwargs["objective"] = args.objective  # for monitors, which have no data; see set_objective
+        tokenizer.save_pretrained(folder)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,11 @@
 """Encoding of text into token ids, as fast as the tokenizer allows."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from functools import cache
-from typing import TYPE_CHECKING
 
 import numpy as np
-
-if TYPE_CHECKING:  # the import takes seconds, and unreadable text should be reported before
-    from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 # Words that an encoder remembers: about 150 MB. 19 MB of Wikipedia have 70,000 different ones, 2 GB some millions.
 MAX_WORDS = 500_000

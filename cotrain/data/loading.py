@@ -1,23 +1,18 @@
 """Loading of the prepared data in trainers and evaluators."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset
 from datasets.table import MemoryMappedTable, Table, concat_tables
+from transformers import PreTrainedTokenizerBase
 
 from cotrain.common.errors import UserError, first_line
-from cotrain.data.manifest import REMEDY, Manifest, tokenizer_sha256
+from cotrain.data.manifest import REMEDY, Manifest
 from cotrain.data.packing import SCHEMAS
 from cotrain.models.objectives import SPLITS
-from cotrain.models.vocabulary import vocabulary_size
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from cotrain.models.vocabulary import tokenizer_sha256, vocabulary_size
 
 
 def load_datasets(dataset_path: str | Path) -> dict[str, Dataset]:
@@ -73,12 +68,11 @@ def _check_bounds(name: str, values: pa.Array, low: int, high: int) -> None:
         raise ValueError(f"{name} must be from {low} to {high}")
 
 
-def load_manifest(dataset_path: str, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> Manifest:
-    """Load the manifest; UserError if tokenizer or model do not match it."""
-    from cotrain.models.model import get_objective, max_tokens  # imports torch, without which data is checked
-
+def load_manifest(
+    dataset_path: str, tokenizer: PreTrainedTokenizerBase, objective: str, max_tokens: float
+) -> Manifest:
+    """Load the manifest; UserError if the tokenizer, or the objective or longest sequence of the model, do not fit."""
     manifest = Manifest.load(dataset_path)
-    objective = get_objective(config)
     if objective != manifest.objective:
         raise UserError(
             f"--model_name_or_path: this model is trained with the objective {objective}, but the data was made for "
@@ -91,10 +85,9 @@ def load_manifest(dataset_path: str, tokenizer: PreTrainedTokenizerBase, config:
             f"--tokenizer_path: this tokenizer ({size} tokens) is not the one that the data was made "
             f"with ({manifest.tokenizer_class}, {manifest.vocab_size} tokens); take both from the same archive"
         )
-    length, positions = manifest.max_seq_length, max_tokens(config)
-    if length > positions:
+    if manifest.max_seq_length > max_tokens:
         raise UserError(
-            f"the sequences have {length} tokens, but the model has {positions} positions: prepare the data with "
-            f"--max_seq_length {positions}, or choose another --model_name_or_path"
+            f"the sequences have {manifest.max_seq_length} tokens, but the model has {max_tokens} positions: prepare "
+            f"the data with --max_seq_length {max_tokens}, or choose another --model_name_or_path"
         )
     return manifest

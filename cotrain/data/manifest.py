@@ -1,27 +1,14 @@
 """Description of the prepared data, in a file beside it. Importing this module takes no time, unlike torch."""
 
-from __future__ import annotations
-
-import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cotrain.common.errors import UserError, first_line
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 1
 REMEDY = "create the data with ./tokenize_wikitext103.py, or download the organiser's with --dataset_url"
-
-
-def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the SHA-256 of the vocabulary, tokens with their ids."""
-    vocab = sorted(tokenizer.get_vocab().items())
-    return hashlib.sha256(json.dumps(vocab).encode()).hexdigest()
 
 
 @dataclass
@@ -41,7 +28,7 @@ class Manifest:
     format_version: int = FORMAT_VERSION
 
     @classmethod
-    def load(cls, dataset_path: str | Path) -> Manifest:
+    def load(cls, dataset_path: str | Path) -> "Manifest":
         """Read the manifest of a dataset; raise UserError if there is none, or it is not readable."""
         path = Path(dataset_path) / MANIFEST_NAME
         if not Path(dataset_path).is_dir():

@@ -64,20 +64,19 @@ class PackingStats:
         return PackingStats(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
 
 
-def group_documents(lengths: Sequence[int], group_chars: int = 500_000) -> list[tuple[int, int]]:
+def group_documents(lengths: Sequence[int], group_chars: int = 500_000) -> list[range]:
     """Divide documents into groups of about `group_chars` characters, each of which is tokenized and packed at once.
 
     Groups depend on the text only, not on the number of processes. No sample spans two groups.
 
     :param lengths: characters in each document
-    :returns: for each group, the numbers of its first document and of the document after its last
+    :returns: the numbers of the documents of each group
     """
-    groups = []
-    start, size = 0, 0
+    groups, start, size = [], 0, 0
     for stop, length in enumerate(lengths, start=1):
         size += length
         if size >= group_chars or stop == len(lengths):
-            groups.append((start, stop))
+            groups.append(range(start, stop))
             start, size = stop, 0
     return groups
 

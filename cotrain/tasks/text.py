@@ -14,7 +14,7 @@ from cotrain.common.errors import UserError
 from cotrain.data.download import fetch_data
 from cotrain.data.loading import load_datasets, load_manifest
 from cotrain.data.tokenizers import load_tokenizer
-from cotrain.models.model import get_objective, initialize_model, load_config, load_pretrained
+from cotrain.models.model import get_objective, initialize_model, load_config, load_pretrained, max_tokens
 from cotrain.models.objectives import OBJECTIVES
 from cotrain.task import Metric, Task
 
@@ -48,7 +48,7 @@ class TextTask(Task):
         return load_pretrained(self.config, self.args) if self.has_weights else initialize_model(self.config)
 
     def load_samples(self, split: str) -> Dataset:
-        manifest = load_manifest(self.args.dataset_path, self.tokenizer, self.config)
+        manifest = load_manifest(self.args.dataset_path, self.tokenizer, self.objective.name, max_tokens(self.config))
         if (length := self.args.seq_length) not in (None, manifest.max_seq_length):
             raise UserError(
                 f"--seq_length {length}: the data has sequences of {manifest.max_seq_length} tokens; drop the flag, "

@@ -119,8 +119,8 @@ def test_hold_out_takes_a_fraction_and_leaves_the_rest():
 @given(st.lists(st.integers(1, 50), max_size=30))
 def test_groups_are_runs_of_all_documents(lengths):
     groups = group_documents(lengths, group_chars=60)
-    assert list(itertools.chain.from_iterable(range(*group) for group in groups)) == list(range(len(lengths)))
-    assert all(sum(lengths[start:stop]) >= 60 for start, stop in groups[:-1])
+    assert list(itertools.chain.from_iterable(groups)) == list(range(len(lengths)))
+    assert all(sum(lengths[group.start : group.stop]) >= 60 for group in groups[:-1])
 
 
 # --- sentences and tokens --------------------------------------------------------------------------------------------

@@ -15,8 +15,9 @@ from cotrain.arguments import ModelArguments
 from cotrain.common.errors import UserError
 from cotrain.data.loading import check_samples, load_datasets, load_manifest
 from cotrain.data.tokenizers import load_tokenizer
+from cotrain.models import vocabulary
 from cotrain.models.config import find_model_classes
-from cotrain.models.model import build_model, load_config, set_special_tokens
+from cotrain.models.model import build_model, load_config, max_tokens, set_special_tokens
 from cotrain.models.vocabulary import vocabulary_size
 from tests.support.peers import ROOT
 from tokenize_wikitext103 import TokenizationArguments
@@ -66,12 +67,12 @@ def test_vocabulary_with_repeated_lines_or_gaps(make, objective, size, tmp_path)
     assert len(tokenizer) <= max(ids) < size
     model_type = "bert" if objective == "mlm" else "llama"
     config = load_config(ModelArguments(json.dumps({"model_type": model_type, **SIZES})), tokenizer)
-    load_manifest(paths["output_path"], tokenizer, config)
+    load_manifest(paths["output_path"], tokenizer, objective, max_tokens(config))
     assert build_model(config, "run").get_input_embeddings().num_embeddings == size
 
 
 def test_data_with_ids_outside_of_the_vocabulary_is_not_published(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenize_wikitext103, "vocabulary_size", len)
+    monkeypatch.setattr(vocabulary, "vocabulary_size", len)
     flags = {"objective": "mlm", "tokenizer": str(repeated_lines(tmp_path / "published")), "max_seq_length": 64}
     paths = {"output_path": str(tmp_path / "data"), "tokenizer_path": str(tmp_path / "tokenizer")}
     paths |= {"cache_dir": str(tmp_path / "cache")}
