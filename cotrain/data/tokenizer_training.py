@@ -2,13 +2,11 @@
 
 import io
 import itertools
-import json
 import re
 from collections.abc import Iterable
 
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AlbertTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase, RobertaTokenizer
 
 from cotrain.common.errors import UserError, first_line
@@ -27,8 +25,13 @@ def train_tokenizer(
     """Train a tokenizer; raise UserError if its vocabulary cannot have exactly this size with this text."""
     if OBJECTIVES[objective].has_sentence_order:
         tokenizer = _train_sentencepiece(documents, vocab_size)
-    else:
-        tokenizer = _train_bpe(documents, vocab_size, OBJECTIVES[objective].is_causal)
+    else:  # byte-level BPE, which has no unknown tokens
+        # GPT-2 has no padding token. A separate one is better than end of text, which the model must learn.
+        empty = GPT2Tokenizer(pad_token="<|pad|>")
+        if not OBJECTIVES[objective].is_causal:
+            # In the order of RoBERTa's published vocabulary: its position ids require that <pad> is 1.
+            empty = RobertaTokenizer(vocab={"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "<mask>": 4}, merges=[])
+        tokenizer = empty.train_new_from_iterator(documents, vocab_size, show_progress=False)
     if len(tokenizer) != vocab_size:
         raise UserError(f"--vocab_size {vocab_size} does not fit this text: pass {len(tokenizer)}")
     tokenizer.model_max_length = max_seq_length
@@ -74,23 +77,3 @@ def _train_sentencepiece(documents: Iterable[str], vocab_size: int) -> AlbertTok
         raise UserError(f"--vocab_size {vocab_size} does not fit this text: {remedy}") from error
     proto = sentencepiece_model_pb2.ModelProto.FromString(model.getvalue())
     return AlbertTokenizer(vocab=[(piece.piece, piece.score) for piece in proto.pieces], keep_accents=True)
-
-
-def _train_bpe(documents: Iterable[str], vocab_size: int, is_causal: bool) -> GPT2Tokenizer | RobertaTokenizer:
-    """Train byte-level BPE, which has no unknown tokens."""
-    # GPT-2 has no padding token. A separate one is better than end of text, which the model must learn.
-    # RoBERTa's tokens are in the order of its published vocabulary: its position ids require that <pad> is 1.
-    special_tokens = ["<|endoftext|>", "<|pad|>"] if is_causal else ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=special_tokens,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(documents, trainer)
-    merges = [tuple(merge) for merge in json.loads(backend.to_str())["model"]["merges"]]
-    if is_causal:
-        return GPT2Tokenizer(vocab=backend.get_vocab(), merges=merges, pad_token="<|pad|>")
-    return RobertaTokenizer(vocab=backend.get_vocab(), merges=merges)
