@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-from cotrain.models.model import build_model
 from cotrain.training.check import BITS
+from tests.support.models import build_model
 from tests.support.swarm import CONFIG, SAMPLES, Network, Swarm, flat, parameters_of
 
 LOCAL_STEP_SAMPLES = 4

@@ -30,7 +30,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.gpu_peer import VOCAB_SIZE
-from cotrain.models.model import build_model, read_config
+from cotrain.models.model import read_config
+from tests.support.models import build_model
 from tests.support.peers import LOCAL, Script
 
 # Dense matrix products in 16 bits with 32-bit accumulation, in units of 10^12 a second; from the vendor's data sheets

@@ -148,7 +148,7 @@ def train_plain() -> None:
 def search_largest() -> None:
     training_args, dataset_args, *_ = parse_arguments(TRAINER_ARGUMENTS, __doc__)
     device, _ = hf_trainer.choose_devices(training_args)
-    model = models.build_model(load_config(dataset_args), "gpu").to(device)
+    model = build_model(RandomTask(dataset_args), "gpu").to(device)
     parameters = [*model.parameters()]
     accumulator = GradientAccumulator(parameters, [torch.zeros(parameter.shape) for parameter in parameters])
     dtype = hf_trainer.autocast_dtype(training_args)

@@ -62,10 +62,11 @@ def train(
     from cotrain.averaging.base import share_parameters
     from cotrain.common.json_file import JsonLinesFile
     from cotrain.common.logs import setup_logging
-    from cotrain.models.model import build_model, read_config
+    from cotrain.models.model import read_config
     from cotrain.peer.addresses import log_visible_maddrs
     from cotrain.peer.peer import open_peer, supervise
     from cotrain.training.optimizer import build_optimizer
+    from tests.support.models import build_model
 
     setup_logging(collaboration_args.debug)
     model = build_model(read_config(model_args.model_name_or_path), collaboration_args.run_id)

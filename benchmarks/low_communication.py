@@ -29,10 +29,10 @@ from benchmarks.local_updates_simulation import SPEEDS, Budget, Simulation, Vari
 from cotrain.arguments import DatasetArguments, HyperparameterArguments
 from cotrain.averaging.patches import apply_patches
 from cotrain.data.manifest import Manifest
-from cotrain.models.model import build_model
 from cotrain.monitoring.evaluation import Evaluator
 from cotrain.tasks.loading import load_task
 from run_evaluator import EvaluatorArguments
+from tests.support.models import build_model
 from tests.support.peers import prepare_data, read_jsonl
 
 # A causal model predicts each token: its loss falls within some thousand local steps, unlike that of a masked one

@@ -10,6 +10,7 @@ import itertools
 import logging
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -19,6 +20,7 @@ from huggingface_hub import HfApi
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.albert.modeling_albert import AlbertLayer
 from transformers.utils import is_flash_attn_2_available
 from transformers.utils.logging import disable_progress_bar
@@ -167,17 +169,8 @@ def get_model_class(config: PretrainedConfig) -> type:
     return getattr(transformers, find_model_classes(config.model_type)[get_objective(config)])
 
 
-def build_model(config: PretrainedConfig, run_id: str) -> PreTrainedModel:
-    """Build a model with initial weights that are seeded by the run ID alone, hence equal on all peers.
-
-    The loss of the model is a mean over the micro-batch.
-    """
-    with seeded_by(run_id):
-        return initialize_model(config)
-
-
 def initialize_model(config: PretrainedConfig) -> PreTrainedModel:
-    """Build a model with random weights; UserError if it does not train on text."""
+    """Build a model with random weights, whose loss is a mean over the batch; UserError if it does not take text."""
     return _try(get_model_class(config)(config).to(torch.float32))
 
 
@@ -252,16 +245,11 @@ def choose_kernels(model: PreTrainedModel, args: LocalTrainingArguments, num_gpu
         raise UserError(f"{flag} is not available here ({first_line(error):.150}): drop the flag") from None
 
 
-class CheckpointedAlbertLayer(AlbertLayer):
-    """AlbertLayer that stores only its input and recomputes the activations in the backward pass.
+class CheckpointedAlbertLayer(GradientCheckpointingLayer, AlbertLayer):
+    """AlbertLayer that recomputes its activations. The layers of the other families have this base class already."""
 
-    transformers supports gradient checkpointing for the other families, but not for ALBERT.
-    """
-
-    def forward(self, *args, **kwargs):
-        if not (self.training and torch.is_grad_enabled()):
-            return super().forward(*args, **kwargs)
-        return checkpoint(super().forward, *args, use_reentrant=False, **kwargs)
+    gradient_checkpointing = True
+    _gradient_checkpointing_func = staticmethod(partial(checkpoint, use_reentrant=False))
 
 
 def enable_gradient_checkpointing(model: torch.nn.Module) -> None:
@@ -276,6 +264,7 @@ def enable_gradient_checkpointing(model: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def seeded_by(run_id: str) -> Iterator[None]:
+    """Seed the initial weights by the run ID alone, so that they are equal on all peers."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed("initial weights", run_id))
         yield

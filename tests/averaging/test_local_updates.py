@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from cotrain.averaging.local_updates import INNER_WARMUP_STEPS
-from cotrain.models.model import build_model
 from cotrain.training.optimizer import build_local_optimizer, build_param_groups
+from tests.support.models import build_model
 from tests.support.state import CONFIG, arguments, flat
 from tests.support.swarm import Contribution, Swarm, parameters_of, set_parameters
 

@@ -13,13 +13,13 @@ from hivemind.compression import deserialize_torch_tensor
 from cotrain.arguments import HyperparameterArguments
 from cotrain.averaging.state import StateLoadError, TrainingStateAverager, all_finite, set_schedule
 from cotrain.averaging.wire import check_tensor
-from cotrain.models.model import build_model
 from cotrain.training.optimizer import (
     build_local_optimizer,
     build_param_groups,
     build_scheduler,
     initialize_optimizer_state,
 )
+from tests.support.models import build_model
 from tests.support.offline import offline_averager
 from tests.support.state import CONFIG, arguments, fill_gradients, fill_parameters, flat, learning_rates, snapshot
 

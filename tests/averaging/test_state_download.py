@@ -20,8 +20,8 @@ from cotrain.averaging.comparison import agrees, choose_elements, pack_elements
 from cotrain.averaging.download import StateDownload, rank_donors
 from cotrain.averaging.state import StateLoadError, TrainingStateAverager
 from cotrain.dht.records import signer_of
-from cotrain.models.model import build_model
 from cotrain.training import optimizer as optimizer_module
+from tests.support.models import build_model
 from tests.support.peers import wait_until
 from tests.support.state import (
     CONFIG,

@@ -9,17 +9,11 @@ from transformers import BertTokenizer, GPT2Tokenizer
 
 from cotrain.arguments import ModelArguments
 from cotrain.common.errors import UserError
-from cotrain.models.model import (
-    build_model,
-    get_model_class,
-    get_objective,
-    load_config,
-    max_tokens,
-    read_config,
-)
+from cotrain.models.model import get_model_class, get_objective, load_config, max_tokens, read_config
 from cotrain.models.objectives import OBJECTIVES
 from cotrain.training.pretrained import load_checkpoint
 from tests.support.families import FAMILIES
+from tests.support.models import build_model
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 

@@ -7,11 +7,12 @@ from transformers import AlbertForPreTraining, AutoConfig
 from cotrain.arguments import HyperparameterArguments, LocalTrainingArguments
 from cotrain.common.errors import UserError
 from cotrain.common.flags import parse_arguments
-from cotrain.models.model import build_model, choose_kernels, enable_gradient_checkpointing
+from cotrain.models.model import choose_kernels, enable_gradient_checkpointing
 from cotrain.peer.run_config import SETTINGS
 from cotrain.training.optimizer import build_local_optimizer, build_param_groups, initialize_optimizer_state
 from tests.support.fakes import make_batch
 from tests.support.families import FAMILIES
+from tests.support.models import build_model
 from tests.support.peers import TINY_CONFIGS
 from tests.support.swarm import CONFIG
 

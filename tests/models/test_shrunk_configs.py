@@ -8,10 +8,11 @@ import torch
 
 from cotrain.arguments import ModelArguments
 from cotrain.models.config import find_model_classes
-from cotrain.models.model import build_model, load_config
+from cotrain.models.model import load_config
 from cotrain.models.objectives import OBJECTIVES
 from tests.models.test_families import make_tokenizer
 from tests.models.test_published_configs import PUBLISHED
+from tests.support.models import build_model
 from tests.support.peers import ROOT
 
 WIDTHS = {

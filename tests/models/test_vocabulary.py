@@ -17,8 +17,9 @@ from cotrain.data.loading import check_samples, load_datasets, load_manifest
 from cotrain.data.tokenizers import load_tokenizer
 from cotrain.models import vocabulary
 from cotrain.models.config import find_model_classes
-from cotrain.models.model import build_model, load_config, max_tokens, set_special_tokens
+from cotrain.models.model import load_config, max_tokens, set_special_tokens
 from cotrain.models.vocabulary import vocabulary_size
+from tests.support.models import build_model
 from tests.support.peers import ROOT
 from tokenize_wikitext103 import TokenizationArguments
 

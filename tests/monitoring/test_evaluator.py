@@ -12,7 +12,6 @@ from transformers import AutoConfig
 
 from cotrain.arguments import DatasetArguments
 from cotrain.dht import run_records
-from cotrain.models.model import build_model
 from cotrain.monitoring.evaluation import EvaluationLoop, Evaluator
 from cotrain.task import Task
 from cotrain.tasks import loading as tasks
@@ -21,6 +20,7 @@ from cotrain.tasks.text import measure
 from run_evaluator import EvaluatorArguments
 from tests.support.dht_records import heartbeat
 from tests.support.fakes import make_batch, make_text_task
+from tests.support.models import build_model
 from tests.support.peers import LONG_STEPS, TINY_CONFIGS, join_together, make_identity, read_jsonl, wait_until
 
 

@@ -11,12 +11,12 @@ from transformers import AutoConfig, AutoTokenizer
 
 from cotrain.arguments import TRAINER_ARGUMENTS
 from cotrain.common.flags import parse_arguments
-from cotrain.models.model import build_model
 from cotrain.monitoring.aggregation import StepReport
 from cotrain.monitoring.contributors import Contributors
 from cotrain.monitoring.model_card import CardMetadata, build_card
 from cotrain.monitoring.parsing import PeerStep
 from tests.support.fakes import make_text_task
+from tests.support.models import build_model
 from tests.support.peers import TINY_CONFIGS
 
 PEER_ID = "QmVUecCSp9yW9fE14vhp7fjCTHiWyA7gDhZxZk3B7RiXZG"

@@ -14,8 +14,8 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 
 import fill_mask
 from cotrain.common.errors import UserError, run_script
-from cotrain.models.model import build_model
 from cotrain.monitoring.samples import build_pipeline, check_text, complete, fill_masks, report_samples
+from tests.support.models import build_model
 from tests.support.peers import TINY_CONFIGS
 
 WORDS = [

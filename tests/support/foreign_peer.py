@@ -13,8 +13,8 @@ import hivemind
 import torch
 from hivemind.dht.crypto import RSASignatureValidator
 
-from cotrain.models.model import build_model
 from tests.support.fakes import make_batch
+from tests.support.models import build_model
 from tests.support.peers import LOCAL
 from tests.support.state import CONFIG
 

@@ -25,8 +25,8 @@ from cotrain.averaging.optimizer import CollaborativeOptimizer
 from cotrain.averaging.rounds import RoundResult
 from cotrain.averaging.state import TrainingStateAverager
 from cotrain.dht.records import signer_of
-from cotrain.models.model import build_model
 from cotrain.training.optimizer import build_optimizer
+from tests.support.models import build_model
 from tests.support.state import CONFIG, build_averager
 
 SUBKEY = RSASignatureValidator(RSAPrivateKey()).local_public_key

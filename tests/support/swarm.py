@@ -19,11 +19,11 @@ from hivemind.utils.crypto import RSAPrivateKey
 from cotrain.arguments import ProgressTrackerArguments
 from cotrain.averaging.matchmaking import RoundControl, rank
 from cotrain.dht.run_records import make_validators
-from cotrain.models.model import build_model
 from cotrain.peer import peer as peer_module
 from cotrain.peer.peer import Peer
 from cotrain.training.optimizer import build_local_optimizer, build_param_groups, build_scheduler
 from tests.support.fakes import make_batch
+from tests.support.models import build_model
 from tests.support.peers import local_optimizer, local_peer, wait_until
 from tests.support.state import CONFIG, arguments, flat
 

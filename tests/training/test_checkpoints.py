@@ -20,13 +20,13 @@ from transformers import AlbertForPreTraining
 
 from cotrain.common.atomic_files import lock_folder, new_file, remove_leftovers
 from cotrain.common.errors import UserError
-from cotrain.models.model import build_model
 from cotrain.monitoring.monitor import CheckpointKeeper
 from cotrain.task import Task
 from cotrain.training import checkpoints
 from cotrain.training.check import attempt, check_folders
 from run_training_monitor import TrainingMonitorArguments
 from tests.support.fakes import FakeAverager, make_session, make_state
+from tests.support.models import build_model
 from tests.support.swarm import CONFIG
 
 

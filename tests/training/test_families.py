@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelFo
 from cotrain.arguments import ModelArguments
 from cotrain.common.errors import UserError
 from cotrain.data.tokenizers import load_tokenizer
-from cotrain.models.model import build_model, load_config, load_pretrained
+from cotrain.models.model import load_config, load_pretrained
 from cotrain.tasks import loading as tasks
 from cotrain.training.checkpoints import list_checkpoints
 from tests.support.families import FAMILIES
+from tests.support.models import build_model
 from tests.support.peers import LONG_STEPS, Scripts, join_together, local_peer, prepare_data
 
 # objective -> class that loads a checkpoint

@@ -16,7 +16,7 @@ from transformers import TrainingArguments
 
 from cotrain.arguments import LocalTrainingArguments
 from cotrain.common.errors import UserError
-from cotrain.models.model import build_model, enable_gradient_checkpointing
+from cotrain.models.model import enable_gradient_checkpointing
 from cotrain.status.loss_meter import LossMeter
 from cotrain.task import Task
 from cotrain.training.hf_trainer import (
@@ -28,6 +28,7 @@ from cotrain.training.hf_trainer import (
     build_training_arguments,
 )
 from tests.support.fakes import FakeTask, make_batch
+from tests.support.models import build_model
 from tests.support.swarm import CONFIG
 
 NO_EXTRAS = {"max_grad_norm": 0.0, "remove_unused_columns": False, "disable_tqdm": True, "save_strategy": "no"}

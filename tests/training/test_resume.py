@@ -15,12 +15,12 @@ import run_trainer
 from cotrain.arguments import TrainerArguments
 from cotrain.averaging.coordinator import StepRecord
 from cotrain.common.processes import StopSignal
-from cotrain.models.model import build_model
 from cotrain.status.status import read_status
 from cotrain.training import session, workload
 from cotrain.training.checkpoints import list_checkpoints
 from cotrain.training.session import TrainingSession
 from tests.support.fakes import FakeTask, make_arguments, make_batch
+from tests.support.models import build_model
 from tests.support.peers import local_peer
 from tests.support.state import snapshot
 from tests.support.swarm import CONFIG
