@@ -19,17 +19,10 @@ from cotrain.data.encoding import TextEncoder
 from cotrain.models.objectives import DEFAULT_OBJECTIVE, OBJECTIVES, SPLITS
 
 # Token ids need 16 to 18 bits; masks and labels fit into a byte.
-_IDS, _MASK = pa.list_(pa.int32()), pa.list_(pa.int8())
-_COLUMN_TYPES = {
-    "input_ids": _IDS,
-    "token_type_ids": _MASK,
-    "attention_mask": _MASK,
-    "special_tokens_mask": _MASK,
-    "sentence_order_label": pa.int8(),
-}
+_TYPES = {"input_ids": pa.list_(pa.int32()), "sentence_order_label": pa.int8()}  # of others: pa.list_(pa.int8())
 SCHEMAS = {
-    objective.name: pa.schema({column: _COLUMN_TYPES[column] for column in objective.columns})
-    for objective in OBJECTIVES.values()
+    name: pa.schema({column: _TYPES.get(column, pa.list_(pa.int8())) for column in objective.columns})
+    for name, objective in OBJECTIVES.items()
 }
 
 # For these, sentencex finds no sentence: Thai has no full stops, but writes a space after a sentence or clause.
@@ -156,7 +149,7 @@ def _join(documents: Iterable[np.ndarray], separator: int) -> np.ndarray:
 
 
 def pack_full_sequences(
-    documents: Sequence[np.ndarray], max_seq_length: int, cls_id: int, sep_id: int
+    documents: Iterable[np.ndarray], max_seq_length: int, cls_id: int, sep_id: int
 ) -> Iterator[Sample]:
     """Pack documents into [CLS] text [SEP] for masked LM, as RoBERTa does.
 
@@ -172,7 +165,7 @@ def pack_full_sequences(
         begin = end
 
 
-def pack_contiguous(documents: Sequence[np.ndarray], max_seq_length: int, eos_id: int) -> Iterator[Sample]:
+def pack_contiguous(documents: Iterable[np.ndarray], max_seq_length: int, eos_id: int) -> Iterator[Sample]:
     """Pack documents for causal LM, as GPT-2 does: add an end-of-text token to each, concatenate, split into blocks.
 
     All samples but the last are full. A last sample of a single token, which predicts nothing, is dropped.
@@ -189,33 +182,30 @@ def build_samples(
 
     :param numbers: number of each document within its split
     """
-    stats, tokenizer = PackingStats(documents=len(documents)), encoder.tokenizer
+    objective, tokenizer, schema = OBJECTIVES[config.objective], encoder.tokenizer, SCHEMAS[config.objective]
     capacity, cls_id, sep_id = config.max_seq_length, tokenizer.cls_token_id, tokenizer.sep_token_id
-    if OBJECTIVES[config.objective].has_sentence_order:
-        sentences = [split_sentences(document, config.language) for document in documents]
-        stats.sentences = sum(map(len, sentences))
-        ids = iter(encoder.encode(list(itertools.chain.from_iterable(sentences))))
-        samples = []
-        for number, document in zip(numbers, sentences, strict=True):
-            encoded = list(itertools.islice(ids, len(document)))
-            generator = np.random.default_rng([config.seed, SPLITS.index(split), number])
-            packed = list(pack_pairs(encoded, capacity, cls_id, sep_id, generator))
-            if not packed:
-                stats.dropped_documents += 1
-                stats.dropped_tokens += sum(map(len, encoded))
-            samples += packed
+    texts = [split_sentences(x, config.language) if objective.has_sentence_order else [x] for x in documents]
+    ids = iter(encoder.encode(list(itertools.chain.from_iterable(texts))))
+    encoded = [list(itertools.islice(ids, len(text))) for text in texts]
+    whole = itertools.chain.from_iterable(encoded)
+    if objective.has_sentence_order:
+        seeds = ([config.seed, SPLITS.index(split), number] for number in numbers)
+        pairs = zip(encoded, map(np.random.default_rng, seeds), strict=True)
+        packed = (pack_pairs(text, capacity, cls_id, sep_id, generator) for text, generator in pairs)
+        samples = list(itertools.chain.from_iterable(packed))
+    elif objective.is_causal:
+        samples = list(pack_contiguous(whole, capacity, tokenizer.eos_token_id))
     else:
-        ids = encoder.encode(documents)
-        stats.dropped_documents = sum(not len(document) for document in ids)
-        if OBJECTIVES[config.objective].is_causal:
-            samples = list(pack_contiguous(ids, capacity, tokenizer.eos_token_id))
-            num_tokens = sum(len(document) + 1 for document in ids if len(document))
-            stats.dropped_tokens = num_tokens - sum(len(sample["input_ids"]) for sample in samples)
-        else:
-            samples = list(pack_full_sequences(ids, capacity, cls_id, sep_id))
-
-    stats.instances = len(samples)
-    stats.tokens = sum(len(sample["input_ids"]) for sample in samples)
-    stats.unknown_tokens = sum(int(np.count_nonzero(x["input_ids"] == encoder.unknown_id)) for x in samples)
-    schema = SCHEMAS[config.objective]
+        samples = list(pack_full_sequences(whole, capacity, cls_id, sep_id))
+    sizes = [sum(map(len, text)) for text in encoded]
+    kept = sum(int(np.count_nonzero(sample["special_tokens_mask"] == 0)) for sample in samples)
+    stats = PackingStats(
+        documents=len(documents),
+        sentences=sum(map(len, texts)) if objective.has_sentence_order else 0,
+        instances=len(samples),
+        tokens=sum(len(sample["input_ids"]) for sample in samples),
+        unknown_tokens=sum(int(np.count_nonzero(x["input_ids"] == encoder.unknown_id)) for x in samples),
+        dropped_documents=sum(size <= objective.has_sentence_order for size in sizes),  # a pair has two tokens
+        dropped_tokens=sum(size + objective.is_causal for size in sizes if size) - kept,  # with the end of each text
+    )
     return pa.table({name: [sample[name] for sample in samples] for name in schema.names}, schema=schema), stats

@@ -67,12 +67,14 @@ def read_fields(name: str, flag: str = "--model_name_or_path", **hub_options) ->
     :param hub_options: see `ModelArguments.hub_options`
     :raises UserError: if there is none, the model family is not supported, or a value is out of bounds
     """
+    built_in = CONFIGS / f"{name}.json"
+    file = built_in if not is_inline(name) and built_in.is_file() else Path(name)
     try:
-        if is_inline(name):
-            fields = PretrainedConfig._decode_special_floats(json.loads(name))  # noqa: SLF001  no public name
+        if is_inline(name) or file.is_file():
+            text = name if is_inline(name) else file.read_text(encoding="utf-8")
+            fields = PretrainedConfig._decode_special_floats(json.loads(text))  # noqa: SLF001  no public name
         else:
-            built_in = CONFIGS / f"{name}.json"
-            fields, _ = PretrainedConfig.get_config_dict(built_in if built_in.is_file() else name, **hub_options)
+            fields, _ = PretrainedConfig.get_config_dict(name, **hub_options)
         model_type = fields["model_type"]
     except Exception as error:
         raise UserError(
