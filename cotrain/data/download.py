@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 from urllib3.util import parse_url
 
-from cotrain.arguments import DatasetArguments, ModelArguments
+from cotrain.arguments import ModelArguments
 from cotrain.common.atomic_files import check_target, make_parent, new_folder
 from cotrain.common.errors import TemporaryError, UserError, first_line
 from cotrain.common.hosts import MAX_BYTES, GuardedAdapter
@@ -72,22 +72,21 @@ def _find_missing(args: ModelArguments) -> dict[str, Path]:
 
     :raises UserError: if a path is occupied by something else, or the existing data is from another archive
     """
-    folders = {TOKENIZER: ("--tokenizer_path", args.tokenizer_path)}
-    if isinstance(args, DatasetArguments):
-        folders = {DATASET: ("--dataset_path", args.dataset_path), **folders}
     missing = {}
-    for name, (flag, folder) in folders.items():
-        if not (Path(folder) / _MARKS[name]).is_file():
-            check_target(Path(folder), flag, replaceable=(_MARKS[name],))
-            missing[name] = Path(folder)
-    has_dataset = DATASET in folders.keys() - missing.keys()
-    if has_dataset and args.dataset_sha256 is not None and (receipt := Path(args.dataset_path, RECEIPT)).is_file():
-        digest = receipt.read_text(encoding="utf-8").strip()
-        if digest != args.dataset_sha256:
-            raise UserError(
-                f"--dataset_sha256: the data in '{args.dataset_path}' is from another archive ({digest}); remove it "
-                f"and '{args.tokenizer_path}' to download this one, or pass other paths"
-            )
+    for name, flag in ((DATASET, "dataset_path"), (TOKENIZER, "tokenizer_path")):
+        if not hasattr(args, flag):
+            continue
+        folder, mark = Path(getattr(args, flag)), _MARKS[name]
+        if not (folder / mark).is_file():
+            check_target(folder, f"--{flag}", replaceable=(mark,))
+            missing[name] = folder
+        elif args.dataset_sha256 is not None and (receipt := folder / RECEIPT).is_file():
+            digest = receipt.read_text(encoding="utf-8").strip()
+            if digest != args.dataset_sha256:
+                raise UserError(
+                    f"--dataset_sha256: the data in '{folder}' is from another archive ({digest}); remove it and "
+                    f"'{args.tokenizer_path}' to download this one, or pass other paths"
+                )
     return missing
 
 

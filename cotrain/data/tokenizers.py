@@ -19,6 +19,7 @@ from cotrain.data.encoding import TextEncoder
 from cotrain.models.objectives import OBJECTIVES
 
 MIN_CHARS, MAX_LOSS = 50_000, 0.01  # of the text that a tokenizer is tried on
+_POINTER = b"version https://git-lfs"
 # As published tokenizers write them
 _SPECIAL_TOKENS = {
     "cls_token": ("[CLS]", "<s>"), "sep_token": ("[SEP]", "</s>"), "mask_token": ("[MASK]", "<mask>"),
@@ -43,29 +44,24 @@ def load_tokenizer(
     is_folder = Path(name).is_dir()
     if not is_folder and (not use_hub or name.startswith((".", "/", "~"))):
         raise UserError(f"{flag}: there is no folder '{name}'; {remedy}")
+    options = {"cache_dir": cache_dir, "token": None if use_hub else False}
     try:
-        return _open_tokenizer(name, cache_dir, token=None if use_hub else False)
+        for file in Path(name).glob("*"):
+            if file.is_file() and file.stat().st_size < 1000 and file.read_bytes().startswith(_POINTER):
+                raise ValueError(f"{file.name} is a pointer of Git LFS: run git lfs pull")
+        path = cached_file(name, "tokenizer_config.json", **options, _raise_exceptions_for_missing_entries=False)
+        config = json.loads(Path(path).read_text(encoding="utf-8")) if path else _guess_config(Path(name))
+        # AutoTokenizer would import torch, only to find the class: 2 seconds.
+        tokenizer_class = getattr(transformers, config.pop("tokenizer_class", None) or "", None)
+        if not (isinstance(tokenizer_class, type) and issubclass(tokenizer_class, PreTrainedTokenizerBase)):
+            if "auto_map" in config:
+                raise ValueError("it has code with it, which is never run")
+            tokenizer_class = transformers.AutoTokenizer
+        # The default of trust_remote_code asks at the terminal whether the repository's code may run.
+        return tokenizer_class.from_pretrained(name, **options, **({} if path else config), trust_remote_code=False)
     except Exception as error:
         what = "holds no tokenizer that can be read" if is_folder else "is neither a folder here nor on the Hub"
         raise UserError(f"{flag}: '{name}' {what} ({' '.join(str(error).split()):.300}); {remedy}") from None
-
-
-def _open_tokenizer(name: str, cache_dir: str | None, token: bool | None) -> PreTrainedTokenizerBase:
-    """Load a tokenizer as AutoTokenizer does, which imports torch only to find the class: 2 seconds."""
-    for file in Path(name).glob("*"):
-        if file.is_file() and file.stat().st_size < 1000 and file.read_bytes().startswith(b"version https://git-lfs"):
-            raise ValueError(f"{file.name} is a pointer of Git LFS: run git lfs pull")
-    options = {"cache_dir": cache_dir, "token": token}
-    path = cached_file(name, "tokenizer_config.json", **options, _raise_exceptions_for_missing_entries=False)
-    config = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
-    guess = {} if path else _guess_config(Path(name))
-    tokenizer_class = getattr(transformers, config.get("tokenizer_class") or guess.pop("tokenizer_class", ""), None)
-    if not (isinstance(tokenizer_class, type) and issubclass(tokenizer_class, PreTrainedTokenizerBase)):
-        if "auto_map" in config:
-            raise ValueError("it has code with it, which is never run")
-        tokenizer_class = transformers.AutoTokenizer
-    # The default of trust_remote_code asks at the terminal whether the repository's code may run.
-    return tokenizer_class.from_pretrained(name, **options, **guess, trust_remote_code=False)
 
 
 def _guess_config(folder: Path) -> dict[str, str | bool | None]:
