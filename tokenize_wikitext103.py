@@ -30,9 +30,6 @@ from cotrain.models.objectives import DEFAULT_OBJECTIVE, OBJECTIVES
 # The rest is imported where it is used: datasets and transformers take seconds, for which --help need not wait.
 
 LANGUAGES = Path(__file__).parent / "cotrain/data/languages.txt"  # with sentences, by code
-# A folder is only replaced if it has one of these files.
-DATASET_FILES = ("manifest.json",)
-TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 
 
 @dataclass
@@ -157,11 +154,11 @@ def prepare(args: TokenizationArguments) -> Manifest:
     if args.archive is not None:
         check_target(Path(args.archive), "--archive", args.overwrite)
     path = Path(args.tokenizer_path)
-    target = new_folder(path, "--tokenizer_path", args.overwrite, TOKENIZER_FILES)
+    target = new_folder(path, "--tokenizer_path", args.overwrite, ("tokenizer_config.json", "tokenizer.json"))
     if is_kept := not args.train_tokenizer and Path(args.tokenizer).resolve() == path.resolve():
         target = contextlib.nullcontext(path)
     with (
-        new_folder(Path(args.output_path), "--output_path", args.overwrite, DATASET_FILES) as dataset_folder,
+        new_folder(Path(args.output_path), "--output_path", args.overwrite, ("manifest.json",)) as dataset_folder,
         # Entered after the dataset's folder, so complete before it: a dataset never lacks its tokenizer.
         target as tokenizer_folder,
         temporary_folder(Path(args.cache_dir or Path(args.output_path).parent) / "work") as work,

@@ -73,11 +73,9 @@ def file_sha256(path: Path) -> str:
 def check_space(folder: Path, num_bytes: int) -> None:
     """Raise UserError if the disk of `folder` has less than `num_bytes` + SPARE_BYTES bytes free."""
     free = shutil.disk_usage(folder).free
-    if num_bytes + SPARE_BYTES > free:
-        raise UserError(
-            f"'{folder}': {(num_bytes + SPARE_BYTES) / 1e6:,.0f} MB are needed, {free / 1e6:,.0f} MB are free; free "
-            f"some space or choose another folder"
-        )
+    if (needed := num_bytes + SPARE_BYTES) > free:
+        what = f"{needed / 1e6:,.0f} MB are needed, {free / 1e6:,.0f} MB are free"
+        raise UserError(f"'{folder}': {what}; free some space or choose another folder")
 
 
 class _Entry(tarfile.TarInfo):

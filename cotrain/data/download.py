@@ -83,10 +83,9 @@ def _find_missing(args: ModelArguments) -> dict[str, Path]:
         elif args.dataset_sha256 is not None and (receipt := folder / RECEIPT).is_file():
             digest = receipt.read_text(encoding="utf-8").strip()
             if digest != args.dataset_sha256:
-                raise UserError(
-                    f"--dataset_sha256: the data in '{folder}' is from another archive ({digest}); remove it and "
-                    f"'{args.tokenizer_path}' to download this one, or pass other paths"
-                )
+                what = f"the data in '{folder}' is from another archive ({digest})"
+                remedy = f"remove it and '{args.tokenizer_path}' to download this one, or pass other paths"
+                raise UserError(f"--dataset_sha256: {what}; {remedy}")
     return missing
 
 
@@ -100,18 +99,14 @@ def _fetch(args: ModelArguments, missing: dict[str, Path], path: Path, disable_t
             session.mount(scheme, GuardedAdapter(args.near if "dataset_url" in args.adopted else None))
         digest = _download(session, args, path, disable_tqdm)
     if args.dataset_sha256 is None:
-        logger.warning(
-            f"Could not verify the archive at {address}: compare its SHA-256 with the organiser's, and pass it as "
-            f"--dataset_sha256: {digest}"
-        )
+        remedy = f"compare its SHA-256 with the organiser's, and pass it as --dataset_sha256: {digest}"
+        logger.warning(f"Could not verify the archive at {address}: {remedy}")
     try:
         _unpack(path, missing, digest)
     except ArchiveError as error:
         path.unlink()
-        raise UserError(
-            f"--dataset_url: {address} is not an archive from tokenize_wikitext103.py --archive: {error}; "
-            "ask the organiser for the address of that archive"
-        ) from None
+        what = f"{address} is not an archive from tokenize_wikitext103.py --archive: {error}"
+        raise UserError(f"--dataset_url: {what}; ask the organiser for the address of that archive") from None
     path.unlink()
     logger.info(f"The data is in {' and '.join(map(str, missing.values()))}")
 
@@ -169,10 +164,8 @@ def _download(session: requests.Session, args: ModelArguments, path: Path, disab
         path.unlink()
         mismatches += 1
         if mismatches == 2 or not is_resumed:
-            raise UserError(
-                f"--dataset_url: {address} has SHA-256 {digest}, but --dataset_sha256 says {expected}; ask the "
-                "organiser which is right"
-            )
+            what = f"{address} has SHA-256 {digest}, but --dataset_sha256 says {expected}"
+            raise UserError(f"--dataset_url: {what}; ask the organiser which is right")
         logger.warning("The resumed download does not match the SHA-256")
     raise TemporaryError(f"--dataset_url: {address} cannot be downloaded ({error}); try again later")
 

@@ -74,20 +74,16 @@ def load_manifest(
     """Load the manifest; UserError if the tokenizer, or the objective or longest sequence of the model, do not fit."""
     manifest = Manifest.load(dataset_path)
     if objective != manifest.objective:
-        raise UserError(
-            f"--model_name_or_path: this model is trained with the objective {objective}, but the data was made for "
-            f"{manifest.objective}; choose another model, or make other data with ./tokenize_wikitext103.py "
-            f"--objective {objective}"
-        )
+        what = f"this model is trained with the objective {objective}, but the data was made for {manifest.objective}"
+        remedy = f"choose another model, or make other data with ./tokenize_wikitext103.py --objective {objective}"
+        raise UserError(f"--model_name_or_path: {what}; {remedy}")
     size = vocabulary_size(tokenizer)
     if (tokenizer_sha256(tokenizer), size) != (manifest.tokenizer_sha256, manifest.vocab_size):
-        raise UserError(
-            f"--tokenizer_path: this tokenizer ({size} tokens) is not the one that the data was made "
-            f"with ({manifest.tokenizer_class}, {manifest.vocab_size} tokens); take both from the same archive"
-        )
+        made = f"the one that the data was made with ({manifest.tokenizer_class}, {manifest.vocab_size} tokens)"
+        what = f"this tokenizer ({size} tokens) is not {made}"
+        raise UserError(f"--tokenizer_path: {what}; take both from the same archive")
     if manifest.max_seq_length > max_tokens:
-        raise UserError(
-            f"the sequences have {manifest.max_seq_length} tokens, but the model has {max_tokens} positions: prepare "
-            f"the data with --max_seq_length {max_tokens}, or choose another --model_name_or_path"
-        )
+        what = f"the sequences have {manifest.max_seq_length} tokens, but the model has {max_tokens} positions"
+        remedy = f"prepare the data with --max_seq_length {max_tokens}, or choose another --model_name_or_path"
+        raise UserError(f"{what}: {remedy}")
     return manifest

@@ -97,11 +97,11 @@ def check_special_tokens(tokenizer: PreTrainedTokenizerBase, objective: str) -> 
     required = ("eos",) if OBJECTIVES[objective].is_causal else ("cls", "sep", "pad", "mask")
     missing = [name for name in required if getattr(tokenizer, f"{name}_token") is None]
     if missing:
-        raise UserError(
-            f"--objective {objective} needs a tokenizer with the special tokens {', '.join(missing)}, which "
-            f"{type(tokenizer).__name__} lacks: state them in its tokenizer_config.json, such as "
-            f'{{"{missing[0]}_token": "</s>"}}, or choose another --tokenizer'
+        what = f"the special tokens {', '.join(missing)}, which {type(tokenizer).__name__} lacks"
+        remedy = (
+            f'state them in its tokenizer_config.json, such as {{"{missing[0]}_token": "</s>"}}, or choose another'
         )
+        raise UserError(f"--objective {objective} needs a tokenizer with {what}: {remedy} --tokenizer")
 
 
 def _count_chars(texts: list[str]) -> Counter[str]:

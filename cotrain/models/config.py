@@ -77,15 +77,12 @@ def read_fields(name: str, flag: str = "--model_name_or_path", **hub_options) ->
             fields, _ = PretrainedConfig.get_config_dict(name, **hub_options)
         model_type = fields["model_type"]
     except Exception as error:
-        raise UserError(
-            f"{flag}: no model configuration at '{name:.200}' ({first_line(error)}); pass a config.json, a "
-            f"folder that has one, or one of {', '.join(sorted(p.stem for p in CONFIGS.glob('*.json')))}"
-        ) from None
+        remedy = "pass a config.json, a folder that has one, or one of "
+        remedy += ", ".join(sorted(path.stem for path in CONFIGS.glob("*.json")))
+        raise UserError(f"{flag}: no model configuration at '{name:.200}' ({first_line(error)}); {remedy}") from None
     if not (isinstance(model_type, str) and (classes := find_model_classes(model_type))):
-        raise UserError(
-            f"{flag}: '{name:.200}' is a {model_type!s:.40} model; supported are those that transformers builds for "
-            "causal or masked language modelling, such as llama or modernbert"
-        )
+        what = "those that transformers builds for causal or masked language modelling, such as llama or modernbert"
+        raise UserError(f"{flag}: '{name:.200}' is a {model_type!s:.40} model; supported are {what}")
     part, text = CONFIG_MAPPING[model_type].sub_configs_defaults.get("text_config"), fields.get("text_config", {})
     if part is not None and isinstance(text, dict) and find_model_classes(part.model_type) == classes:
         model_type, fields = part.model_type, text  # as AutoModelForCausalLM does

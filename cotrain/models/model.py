@@ -73,10 +73,9 @@ def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> Pre
     text, size = config.get_text_config(), vocabulary_size(tokenizer)
     stated = getattr(text, "vocab_size", size)
     if args.from_pretrained and stated < size:  # a larger one is common: models round it up
-        raise UserError(
-            f"--from_pretrained: the model at '{name}' has a vocabulary of {stated}, the tokenizer of {size}: "
-            f"prepare the data with the model's own, ./tokenize_wikitext103.py --tokenizer {name}"
-        )
+        what = f"the model at '{name}' has a vocabulary of {stated}, the tokenizer of {size}"
+        remedy = f"prepare the data with the model's own, ./tokenize_wikitext103.py --tokenizer {name}"
+        raise UserError(f"--from_pretrained: {what}: {remedy}")
     if not args.from_pretrained:
         if stated != size:
             logger.info(f"The model has a vocabulary of {size} tokens, the tokenizer's, instead of {stated}")
@@ -177,29 +176,24 @@ def initialize_model(config: PretrainedConfig) -> PreTrainedModel:
 def load_pretrained(config: PretrainedConfig, args: ModelArguments) -> PreTrainedModel:
     """Build a model from pretrained weights. Layers without are initialized.
 
-    :raises UserError: if there are no weights, or they do not fit the configuration
+    :raises UserError: if there are none, they do not fit the configuration, or a run chose more than MAX_BYTES of them
     """
     name = args.model_name_or_path
     if is_inline(name) or Path(name).is_file():
-        raise UserError(
-            f"--from_pretrained: '{name:.200}' is a configuration; pass a folder that also contains the weights"
-        )
+        remedy = "pass a folder that also contains the weights"
+        raise UserError(f"--from_pretrained: '{name:.200}' is a configuration; {remedy}")
     if "model_name_or_path" in args.adopted:
-        _check_download(name)
+        files = []
+        with contextlib.suppress(Exception):  # without the Hub, nothing is downloaded
+            files = HfApi(token=False).model_info(name, files_metadata=True, timeout=30.0).siblings
+        size = sum(file.size or 0 for file in files if file.rfilename.endswith(".safetensors"))
+        if size > MAX_BYTES:
+            raise UserError(f"the weights of '{name}' have {size / 1e9:.0f} GB: pass --model_name_or_path yourself")
     try:
         model = get_model_class(config).from_pretrained(name, config=config, **args.hub_options)
     except Exception as error:
         raise UserError(f"--from_pretrained: no weights that fit at '{name}' ({first_line(error)})") from None
     return _try(model.to(torch.float32))
-
-
-def _check_download(name: str) -> None:
-    """Raise UserError if a repository has more weights than MAX_BYTES. Without the Hub, nothing is downloaded."""
-    files = []
-    with contextlib.suppress(Exception):
-        files = HfApi(token=False).model_info(name, files_metadata=True, timeout=30.0).siblings
-    if (num_bytes := sum(file.size or 0 for file in files if file.rfilename.endswith(".safetensors"))) > MAX_BYTES:
-        raise UserError(f"the weights of '{name}' have {num_bytes / 1e9:.0f} GB: pass --model_name_or_path yourself")
 
 
 @torch.no_grad()
