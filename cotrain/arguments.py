@@ -333,10 +333,8 @@ class ModelArguments(Flags):
         if self.dataset_sha256 is not None:
             require(self.dataset_url is not None, "--dataset_sha256 also needs --dataset_url")
             self.dataset_sha256 = self.dataset_sha256.lower()
-            require(
-                bool(re.fullmatch("[0-9a-f]{64}", self.dataset_sha256)),
-                "--dataset_sha256 must be 64 hexadecimal digits, as tokenize_wikitext103.py prints them",
-            )
+            is_hex = re.fullmatch("[0-9a-f]{64}", self.dataset_sha256) is not None
+            require(is_hex, "--dataset_sha256 must be 64 hexadecimal digits, as tokenize_wikitext103.py prints them")
 
     @property
     def hub_options(self) -> dict[str, object]:

@@ -58,10 +58,6 @@ class Documents:
     def __len__(self) -> int:
         return len(self.rows)
 
-    @property
-    def num_chars(self) -> int:
-        return int(self.lengths.sum())
-
     def select(self, numbers: Sequence[int] | np.ndarray) -> "Documents":
         return Documents(self.path, self.rows[numbers], self.lengths[numbers])
 

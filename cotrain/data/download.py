@@ -101,34 +101,30 @@ def _fetch(args: ModelArguments, missing: dict[str, Path], path: Path, disable_t
     if args.dataset_sha256 is None:
         remedy = f"compare its SHA-256 with the organiser's, and pass it as --dataset_sha256: {digest}"
         logger.warning(f"Could not verify the archive at {address}: {remedy}")
+    logger.info("Unpacking")
     try:
-        _unpack(path, missing, digest)
+        with contextlib.ExitStack() as stack:
+            # The first folder entered is completed last: a complete dataset always has its tokenizer.
+            folders = {
+                name: stack.enter_context(new_folder(folder, "--dataset_url", replaceable=(_MARKS[name],)))
+                for name, folder in missing.items()
+            }
+            unpack_archive(path, folders)
+            for name, folder in folders.items():
+                if not (folder / _MARKS[name]).is_file():
+                    raise ArchiveError(f"it lacks {name}/{_MARKS[name]}")
+            if DATASET in folders:
+                try:
+                    check_samples(folders[DATASET])
+                except Exception as error:  # of any kind, since a stranger has written all of it
+                    raise ArchiveError(f"its samples are damaged ({first_line(error)})") from None
+                (folders[DATASET] / RECEIPT).write_text(f"{digest}\n", encoding="utf-8")
     except ArchiveError as error:
         path.unlink()
         what = f"{address} is not an archive from tokenize_wikitext103.py --archive: {error}"
         raise UserError(f"--dataset_url: {what}; ask the organiser for the address of that archive") from None
     path.unlink()
     logger.info(f"The data is in {' and '.join(map(str, missing.values()))}")
-
-
-def _unpack(path: Path, missing: dict[str, Path], digest: str) -> None:
-    logger.info("Unpacking")
-    with contextlib.ExitStack() as stack:
-        # The first folder entered is completed last: a complete dataset always has its tokenizer.
-        folders = {
-            name: stack.enter_context(new_folder(folder, "--dataset_url", replaceable=(_MARKS[name],)))
-            for name, folder in missing.items()
-        }
-        unpack_archive(path, folders)
-        for name, folder in folders.items():
-            if not (folder / _MARKS[name]).is_file():
-                raise ArchiveError(f"it lacks {name}/{_MARKS[name]}")
-        if DATASET in folders:
-            try:
-                check_samples(folders[DATASET])
-            except Exception as error:  # of any kind, since a stranger has written all of it
-                raise ArchiveError(f"its samples are damaged ({first_line(error)})") from None
-            (folders[DATASET] / RECEIPT).write_text(f"{digest}\n", encoding="utf-8")
 
 
 def public_address(url: str) -> str:

@@ -41,12 +41,12 @@ def tokenize_corpus(
             with (
                 pa.OSFile(str(path), "wb") as file,
                 pa.ipc.new_stream(file, SCHEMAS[config.objective]) as writer,
-                tqdm(desc=f"Tokenizing {split}", total=documents.num_chars, unit=" chars", unit_scale=True) as bar,
+                tqdm(desc=f"Tokenizing {split}", total=documents.lengths.sum(), unit=" chars", unit_scale=True) as bar,
             ):
                 for (_, group), (samples, group_stats) in zip(tasks, results, strict=True):
                     writer.write_table(samples)
                     stats += group_stats
-                    bar.update(group.num_chars)
+                    bar.update(group.lengths.sum())
             if not stats.instances:
                 what = f"the {split} text ({stats.documents} documents)"
                 raise UserError(f"{what} is too short for one sample; pass a longer text")

@@ -11,6 +11,7 @@ import zipfile
 from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import charset_normalizer
 import datasets
@@ -36,19 +37,13 @@ _UNDERLINE = re.compile(r"^([^\w\s])\1{2,}$")  # rows of one repeated character:
 
 
 def open_sample() -> Source:
-    """The text that every Python carries."""
-    name = f"the documentation topics of Python {platform.python_version()}"
-    return Source(name, {"train": [_sample_rows]}, has_lines=True)
-
-
-def _sample_rows() -> Iterator[str]:
-    """Yield the topics of Python's help(): one row per paragraph, and a blank row after each topic."""
-    from pydoc_data.topics import topics
-
+    """Open the topics of Python's help(): one row per paragraph, and a blank row after each topic."""
+    rows = []
     for _, topic in sorted(topics.items()):
         lines = "\n".join(_UNDERLINE.sub("", line.strip()) for line in topic.split("\n")).strip("\n")
-        yield from (paragraph.replace("\n", " ") for paragraph in re.split(r"\n{2,}", lines))
-        yield ""
+        rows += [*(paragraph.replace("\n", " ") for paragraph in re.split(r"\n{2,}", lines)), ""]
+    name = f"the documentation topics of Python {platform.python_version()}"
+    return Source(name, {"train": [rows.copy]}, has_lines=True)
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

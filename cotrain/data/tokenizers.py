@@ -98,10 +98,9 @@ def check_special_tokens(tokenizer: PreTrainedTokenizerBase, objective: str) -> 
     missing = [name for name in required if getattr(tokenizer, f"{name}_token") is None]
     if missing:
         what = f"the special tokens {', '.join(missing)}, which {type(tokenizer).__name__} lacks"
-        remedy = (
-            f'state them in its tokenizer_config.json, such as {{"{missing[0]}_token": "</s>"}}, or choose another'
-        )
-        raise UserError(f"--objective {objective} needs a tokenizer with {what}: {remedy} --tokenizer")
+        example = f'{{"{missing[0]}_token": "</s>"}}'
+        remedy = f"state them in its tokenizer_config.json, such as {example}, or choose another --tokenizer"
+        raise UserError(f"--objective {objective} needs a tokenizer with {what}: {remedy}")
 
 
 def _count_chars(texts: list[str]) -> Counter[str]:
@@ -116,7 +115,7 @@ def check_losses(encoder: TextEncoder, corpus: dict[str, Documents], seed: int, 
     :raises UserError: if that is more than MAX_LOSS of the characters or tokens, and not allowed
     """
     tokenizer = encoder.tokenizer
-    samples = (documents.sample(max(MIN_CHARS, documents.num_chars // 100), seed) for documents in corpus.values())
+    samples = (x.sample(max(MIN_CHARS, x.lengths.sum() // 100), seed) for x in corpus.values())
     # WikiText has <unk> itself. On one line, the encoder has its fast way, which leaves the words to the workers.
     unknown = tokenizer.unk_token or ""
     texts = [" ".join(text.replace(unknown, "").split()) for text in itertools.chain.from_iterable(samples)]
