@@ -73,7 +73,7 @@ class TokenizationArguments(Flags):
     vocab_size: int = flag(30000, "Size of the vocabulary for --train_tokenizer")
     objective: Literal[tuple(OBJECTIVES)] = flag(
         DEFAULT_OBJECTIVE,
-        "Training objective of the data: " + ", ".join(f"{x.name} ({x.description})" for x in OBJECTIVES.values()),
+        "Training objective of the data: " + ", ".join(f"{key} ({x.description})" for key, x in OBJECTIVES.items()),
     )
     allow_lost_text: bool = flag(False, "Allow a tokenizer that loses more than a hundredth of the text")
     language: str = flag("en", "Language of the text, as an ISO 639 code; it determines where sentences end")

@@ -67,12 +67,10 @@ class Documents:
 
     def sample(self, max_chars: int, seed: int) -> Iterator[str]:
         """Yield random documents, each once, until `max_chars` characters are reached."""
-        size = 0
-        for number in np.random.default_rng(seed).permutation(len(self)):
-            if size >= max_chars:
-                return
+        order = np.random.default_rng(seed).permutation(len(self))
+        stop = np.searchsorted(np.cumsum(self.lengths[order]), max_chars) + 1
+        for number in order[:stop]:
             yield from self.select([number]).read()
-            size += int(self.lengths[number])
 
 
 @lru_cache(maxsize=2)

@@ -139,7 +139,7 @@ def _download(session: requests.Session, args: ModelArguments, path: Path, disab
     :raises UserError: if the SHA-256 is another one, or the server refuses the request
     """
     address, expected = public_address(args.dataset_url), args.dataset_sha256
-    failures = most = mismatches = 0
+    failures, most, mismatches, error = 0, 0, 0, None
     for _ in range(MAX_TRIES):
         start = path.stat().st_size if expected is not None and path.exists() else 0
         try:

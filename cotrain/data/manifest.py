@@ -42,5 +42,5 @@ class Manifest:
             raise UserError(f"--dataset_path: '{path}' cannot be read ({first_line(error)}); {REMEDY}") from error
 
     def save(self, dataset_path: str | Path) -> None:
-        path = Path(dataset_path) / MANIFEST_NAME
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        text = json.dumps(asdict(self), indent=2) + "\n"
+        (Path(dataset_path) / MANIFEST_NAME).write_text(text, encoding="utf-8")

@@ -35,15 +35,16 @@ def tokenize_corpus(
     map_tasks = map if num_proc == 1 else pool.map
     try:
         for split, documents in corpus.items():
-            tasks = [(group, documents.select(group)) for group in group_documents(documents.lengths)]
-            results = map_tasks(partial(tokenize_group, split, str(tokenizer), config), tasks)
+            numbers = group_documents(documents.lengths)
+            groups = [documents.select(group) for group in numbers]
+            results = map_tasks(partial(tokenize_group, split, str(tokenizer), config), numbers, groups)
             stats, path = PackingStats(), work / f"{split}.samples"
             with (
                 pa.OSFile(str(path), "wb") as file,
                 pa.ipc.new_stream(file, SCHEMAS[config.objective]) as writer,
                 tqdm(desc=f"Tokenizing {split}", total=documents.lengths.sum(), unit=" chars", unit_scale=True) as bar,
             ):
-                for (_, group), (samples, group_stats) in zip(tasks, results, strict=True):
+                for group, (samples, group_stats) in zip(groups, results, strict=True):
                     writer.write_table(samples)
                     stats += group_stats
                     bar.update(group.lengths.sum())
@@ -61,10 +62,9 @@ def tokenize_corpus(
 
 
 def tokenize_group(
-    split: str, tokenizer: str, config: PackingConfig, task: tuple[range, Documents]
+    split: str, tokenizer: str, config: PackingConfig, numbers: range, documents: Documents
 ) -> tuple[pa.Table, PackingStats]:
-    """Tokenize and pack documents, whose numbers within the split are the first part of the task."""
-    numbers, documents = task
+    """Tokenize and pack the documents that have these numbers within the split."""
     return build_samples(documents.read(), numbers, split, open_encoder(tokenizer), config)
 
 

@@ -1,8 +1,8 @@
 """Sources of text: the sample, files, folders, and datasets on the Hugging Face Hub."""
 
+import codecs
 import contextlib
 import glob
-import io
 import mimetypes
 import platform
 import re
@@ -86,7 +86,7 @@ def _read_file(path: Path, kind: str, column: str, encoding: str | None) -> Iter
     with _explain(path.name):
         options = {} if kind == "parquet" else {"encoding": encoding or find_encoding(path)}
         if kind == "text":
-            with io.TextIOWrapper(_open(path), **options) as file:
+            with fsspec.open(str(path), "rt", compression="infer", **options) as file:
                 yield from iter(partial(file.readline, READ_CHARS), "")
             return
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the messages are in ours
@@ -109,21 +109,17 @@ def _explain(name: str) -> Iterator[None]:
         raise UserError(f"'{name}' cannot be read ({reason}); {remedy}") from error
 
 
-def _open(path: Path) -> io.BufferedReader:
-    # Python's reader is wanted for .zst, whose own has no lines.
-    return io.BufferedReader(fsspec.open(str(path), compression="infer").open())
-
-
 @cache
 def find_encoding(path: Path) -> str:
     """Return UTF-8, or the encoding that charset-normalizer finds and this prints; UserError if a file is not text."""
     if zipfile.is_zipfile(path) and len(zipfile.ZipFile(path).namelist()) > 1:
         raise UserError(f"'{path.name}' has several files; unpack it, and pass the folder")
-    with _open(path) as file:
-        sample = b"".join(file.readlines(READ_CHARS))
+    with fsspec.open(str(path), compression="infer") as file:
+        sample = file.read(READ_CHARS)
     if not sample.strip():
         raise UserError(f"'{path.name}' has no text; pass a file that is not empty")
-    text = sample.decode(errors="replace")
+    # A character that is cut at the end of the sample is no damage.
+    text = codecs.getincrementaldecoder("utf-8")("replace").decode(sample, final=len(sample) < READ_CHARS)
     # A damaged file is still UTF-8 if most characters of several bytes are right. Reading it names the damage.
     if "\0" not in text and sum(not char.isascii() for char in text) >= 2 * text.count("\ufffd"):
         return "utf-8-sig"  # with or without a byte order mark

@@ -21,7 +21,6 @@ class Objective:
     :param has_sentence_order: whether the model also predicts if two segments are swapped
     """
 
-    name: str
     description: str
     columns: tuple[str, ...]
     model_classes: str | dict[str, str]
@@ -29,28 +28,23 @@ class Objective:
     has_sentence_order: bool = False
 
 
-_ALL = (  # the first that trains a model type is its default
-    Objective(
-        name="mlm_sop",
+OBJECTIVES = {  # the first that trains a model type is its default
+    "mlm_sop": Objective(
         description="masked language modelling and sentence order",
         columns=("input_ids", "token_type_ids", "attention_mask", "special_tokens_mask", "sentence_order_label"),
         model_classes={"albert": "AlbertForPreTraining"},
         has_sentence_order=True,
     ),
-    Objective(
-        name="mlm",
+    "mlm": Objective(
         description="masked language modelling",
         columns=("input_ids", "attention_mask", "special_tokens_mask"),
         model_classes="MODEL_FOR_MASKED_LM_MAPPING_NAMES",
     ),
-    Objective(
-        name="clm",
+    "clm": Objective(
         description="causal language modelling",
         columns=("input_ids", "attention_mask"),
         model_classes="MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
         is_causal=True,
     ),
-)
-
-OBJECTIVES = {objective.name: objective for objective in _ALL}
+}
 DEFAULT_OBJECTIVE = "mlm_sop"

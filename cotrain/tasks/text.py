@@ -48,7 +48,8 @@ class TextTask(Task):
         return load_pretrained(self.config, self.args) if self.has_weights else initialize_model(self.config)
 
     def load_samples(self, split: str) -> Dataset:
-        manifest = load_manifest(self.args.dataset_path, self.tokenizer, self.objective.name, max_tokens(self.config))
+        objective, longest = get_objective(self.config), max_tokens(self.config)
+        manifest = load_manifest(self.args.dataset_path, self.tokenizer, objective, longest)
         if (length := self.args.seq_length) not in (None, manifest.max_seq_length):
             raise UserError(
                 f"--seq_length {length}: the data has sequences of {manifest.max_seq_length} tokens; drop the flag, "

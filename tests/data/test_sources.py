@@ -17,6 +17,7 @@ import zstandard
 from pyarrow import parquet
 
 from cotrain.common.errors import UserError
+from cotrain.data import sources
 from cotrain.data.corpus import read_corpus
 from cotrain.data.sources import open_dataset, open_files
 
@@ -104,6 +105,13 @@ def test_the_encoding_is_found_and_printed(tmp_path, capsys, text, encoding, fou
     assert sorted(read(tmp_path, name)) == sorted(text.split("\n\n"))
     assert f"{name} is read as {found}, as in '" in capsys.readouterr().out
     assert sorted(read(tmp_path, name, encoding=encoding)) == sorted(text.split("\n\n"))
+
+
+def test_a_character_at_the_end_of_the_sample_is_whole(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sources, "READ_CHARS", 10)
+    (tmp_path / "t.txt").write_bytes("123456789é\n\nTwo".encode())
+    assert sorted(read(tmp_path, "t.txt")) == ["123456789é", "Two"]
+    assert "is read as" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
