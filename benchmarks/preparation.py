@@ -131,7 +131,7 @@ def compare(args: argparse.Namespace, folder: Path) -> None:
     }
     print(f"{'MB':>6}  {'program':<16}{'seconds':>22}{'ratio':>8}{'MB/s':>8}{'peak memory':>14}")
     for megabytes in args.megabytes:
-        write_text(source, megabytes * 1e6, text, encoding="utf-8")
+        write_text(source, megabytes * 1e6, text)
         results = {name: [run(command) for _ in range(args.repeat)] for name, command in programs.items()}
         first = statistics.median(seconds for seconds, _ in results["this project"])
         for name, values in results.items():
