@@ -88,11 +88,7 @@ class TokenizationArguments(Flags):
     cache_dir: str | None = flag("data/cache", "Folder for downloads and intermediate files")
     archive: str | None = flag(None, "Also pack dataset, tokenizer and manifest into this .tar.gz for hosting")
     num_proc: int = flag(2, "Number of worker processes. The result does not depend on it; lower it to save memory")
-    seed: int = flag(
-        0,
-        "Random seed. It determines where segments are split and swapped, and which documents are held out",
-        at_least=0,
-    )
+    seed: int = flag(0, "Random seed: where segments are split and swapped, which documents are held out", at_least=0)
     overwrite: bool = flag(False, "Replace an existing dataset")
     debug: bool = flag(False, "Log more, and show the traceback of a fatal error")
 

@@ -134,8 +134,7 @@ def pack_pairs(
         middle = starts[generator.integers(first, last)] if first < last else generator.integers(begin + 1, end)
         a, b = document[begin:middle], document[middle:end]
         swapped = int(generator.random() < 0.5)
-        if swapped:
-            a, b = b, a
+        a, b = (b, a) if swapped else (a, b)
         input_ids = np.concatenate([[cls_id], a, [sep_id], b, [sep_id]], dtype=np.int32)
         token_type_ids = np.repeat(np.array([0, 1], dtype=np.int8), [len(a) + 2, len(b) + 1])
         order = {"token_type_ids": token_type_ids, "sentence_order_label": swapped}
