@@ -4,7 +4,7 @@
 benchmarks/delay.py --models llama --peers 4 --seeds 0 1 2 3 --train_file my.txt
 
 Unequal trainers accumulate gradients in simulated time, in one process and on one core; nothing is sent. A global
-step is due once they have the target batch. Its update arrives after the time of a round, and a trainer has it from its
+step is due once they have the target batch. Its update arrives after the time of a round; a trainer has it from its
 next local step on. `wait`: local steps wait for the running round, as the optimizer does while rounds are short.
 `together`: all local steps end before a round begins, as without delays. One process then takes as many steps with
 batches of the same sizes. Each line: held-out losses, their difference, the share of samples that were computed on old

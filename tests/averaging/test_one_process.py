@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from cotrain.models.model import build_model
+from tests.support.models import build_model
 from tests.support.state import CONFIG
 from tests.support.swarm import SAMPLES, Swarm, Trainer
 
