@@ -67,5 +67,6 @@ class Bounds:
 
 
 def norm_of(tensor: torch.Tensor) -> float:
-    """Compute the L2 norm in double precision: squares of untrusted values overflow in single precision."""
-    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
+    """Compute the L2 norm, in double precision if squares of untrusted values overflow in single precision."""
+    norm = float(torch.linalg.vector_norm(tensor))
+    return norm if math.isfinite(norm) else float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
