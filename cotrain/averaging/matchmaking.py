@@ -32,13 +32,14 @@ from cotrain.dht.clock import run_time
 
 logger = get_logger(__name__)
 
-MAX_HELD_REQUESTS = 1024
+MAX_HELD_REQUESTS, MAX_REQUEST_BYTES = 1024, 1024  # 1 MiB in all; the ID of a run has at most 400 bytes
 LEADER_MARGIN = 2.0  # seconds after which a leader that should have begun is abandoned
 RETRY_SECONDS = 1.0  # before an unreachable leader is asked again
+KNOWN_SECONDS = 180.0  # for which a peer that was in a roster is no stranger; its report lives as long
 MAX_ABSENCES = 2  # consecutive rounds that a peer may miss before leaders stop waiting for it
 MAX_SILENCES, SPARE_SECONDS = 2, 600.0  # rounds after which a silent reducer gets no share, and for how long
 MAX_BANDWIDTH = 1e9  # bound on a member's claim; only ratios matter
-MAX_CLAIM_BYTES = 64
+MAX_CLAIM_BYTES = 64  # they have 20
 NONCE_BYTES = 8  # of the ID of a group
 
 
@@ -136,7 +137,9 @@ def make_group_id(nonce: bytes, number: int, peer_ids: Sequence[PeerID], gathere
 def parse_claims(gathered: bytes) -> Claims:
     """Return what a member claims; ValueError if it is malformed."""
     try:
-        bandwidth, distance, is_settling = MSGPackSerializer.loads(gathered[:MAX_CLAIM_BYTES])
+        if len(gathered) > MAX_CLAIM_BYTES:  # the leader sends them to all members, in a message of at most 4 MiB
+            raise ValueError(f"{len(gathered)} bytes")
+        bandwidth, distance, is_settling = MSGPackSerializer.loads(gathered)
         claims = Claims(float(bandwidth), float(distance), bool(is_settling))
         if not (0 <= claims.bandwidth <= MAX_BANDWIDTH and 0 <= claims.distance <= MAX_DISTANCE):
             raise ValueError("out of range")
@@ -159,6 +162,7 @@ class StepMatchmaking(Matchmaking):
         self.roster: dict[PeerID, RosterEntry] = {}
         self.finished_number = -1  # newest step for which this peer searches no group any more
         self.missed: dict[PeerID, str] = {}  # peers of the roster that are not in the last group, and why
+        self._known: dict[PeerID, float] = {}  # peers of the rosters of KNOWN_SECONDS -> time.monotonic
         self._absences: Counter[PeerID] = Counter()  # consecutive rounds that a peer has missed
         self._requests: dict[PeerID, _Request] = {}
         self._search: Search | None = None
@@ -175,6 +179,10 @@ class StepMatchmaking(Matchmaking):
     def set_roster(self, entries: Iterable[RosterEntry]) -> None:
         """Replace the peers that may take part in the next round, including this peer."""
         self.roster = {entry.peer_id: entry for entry in entries}
+        now = time.monotonic()
+        self._known |= dict.fromkeys(self.roster, now)
+        self._known = {peer_id: seen for peer_id, seen in self._known.items() if now < seen + KNOWN_SECONDS}
+        self._absences = Counter({peer_id: n for peer_id, n in self._absences.items() if peer_id in self._known})
         self._changed.set()
 
     def finish(self, number: int) -> None:
@@ -323,6 +331,10 @@ class StepMatchmaking(Matchmaking):
     def _assemble(self, search: Search, joined: dict[PeerID, _Request]) -> GroupInfo:
         """Form groups of equal size, of at most `target_group_size` peers, and return this peer's."""
         number = search.control.number
+        # Strangers, whose report this peer has not read, are let in only if nobody else has asked: keys cost nothing.
+        if known := self._known.keys() & joined.keys():
+            for stranger in joined.keys() - known:
+                joined.pop(stranger).answer.set_result(None)
         gathered = {peer_id: self._spare(peer_id, request.gather) for peer_id, request in joined.items()}
         gathered[self.peer_id] = search.control.data_for_gather
         peer_ids = sorted(gathered, key=lambda peer_id: rank(number, peer_id))
@@ -415,18 +427,17 @@ class StepMatchmaking(Matchmaking):
             search.patience.reschedule(now + self.min_matchmaking_time + LEADER_MARGIN)
 
     def _parse_group(self, message: averaging_pb2.MessageFromLeader, number: int) -> GroupInfo | None:
-        peer_ids = tuple(map(_read_peer_id, message.ordered_peer_ids))
-        if None in peer_ids or self.peer_id not in peer_ids:
+        content, gathered = message.ordered_peer_ids, tuple(message.gathered)
+        if len(content) != len(gathered) or len(content) > MAX_HELD_REQUESTS + 1:  # in 4 MiB, there are two million
             return None
-        if not len(set(peer_ids)) == len(peer_ids) == len(message.gathered):
-            return None
-        nonce = message.group_id[:NONCE_BYTES]
-        if message.group_id != make_group_id(nonce, number, peer_ids, message.gathered):
+        peer_ids = tuple(map(_read_peer_id, content))
+        if None in peer_ids or self.peer_id not in peer_ids or len(set(peer_ids)) < len(peer_ids):
             return None
         with suppress(ValueError):
-            for gathered in message.gathered:
-                parse_claims(gathered)
-            return GroupInfo(message.group_id, peer_ids, tuple(message.gathered))
+            for claims in gathered:
+                parse_claims(claims)
+            if message.group_id == make_group_id(message.group_id[:NONCE_BYTES], number, peer_ids, gathered):
+                return GroupInfo(message.group_id, peer_ids, gathered)
         return None
 
     # Answers to other peers
@@ -444,7 +455,8 @@ class StepMatchmaking(Matchmaking):
             return averaging_pb2.BAD_GROUP_KEY
         if request.schema_hash != self.schema_hash:
             return averaging_pb2.BAD_SCHEMA_HASH
-        if peer_id in self._banned or self.client_mode or peer_id == self.peer_id:
+        is_large = request.ByteSize() > MAX_REQUEST_BYTES  # with unknown fields; it is kept while it waits
+        if is_large or peer_id in self._banned or self.client_mode or peer_id == self.peer_id:
             return averaging_pb2.PROTOCOL_VIOLATION
         try:
             parse_claims(request.gather)
@@ -452,7 +464,7 @@ class StepMatchmaking(Matchmaking):
             return averaging_pb2.PROTOCOL_VIOLATION  # it would make the round fail at all members
         if number <= self.finished_number:
             return averaging_pb2.NOT_LOOKING_FOR_GROUP
-        if len(self._requests) >= MAX_HELD_REQUESTS and peer_id not in self._requests:
+        if len(self._requests) >= MAX_HELD_REQUESTS and peer_id not in self._requests.keys() | self._known.keys():
             return averaging_pb2.GROUP_IS_FULL
         return None
 

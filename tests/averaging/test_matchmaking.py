@@ -351,7 +351,10 @@ MALFORMED_CLAIMS = [
     *([100.0, distance, False] for distance in (math.nan, -1.0, 1e7)),
     [100.0, 0.0, False, bytes(10**6)],
 ]
+FILLED_CLAIMS = MSGPackSerializer.dumps([100.0, 0.0, "x" * 43])  # 64 bytes, as many as claims may have
 MALFORMED = [b"", b"\xc1", CLAIMS + bytes(10**6), *map(MSGPackSerializer.dumps, MALFORMED_CLAIMS)]
+MALFORMED += [CLAIMS + b"\0", *(FILLED_CLAIMS + bytes(number) for number in (1, 4_194_180))]
+LARGE_FIELD = b"\xfa\x07" + b"\x80\x89\x7a" + bytes(2_000_000)  # of a number that the message does not have
 
 
 @pytest.mark.parametrize(
@@ -364,6 +367,7 @@ MALFORMED = [b"", b"\xc1", CLAIMS + bytes(10**6), *map(MSGPackSerializer.dumps, 
         (averaging_pb2.JoinRequest(), averaging_pb2.BAD_GROUP_KEY),
         (request(number=4), averaging_pb2.ACCEPTED),
         *((request(number=4, gather=claims), averaging_pb2.PROTOCOL_VIOLATION) for claims in MALFORMED),
+        (type(request()).FromString(request(4).SerializeToString() + LARGE_FIELD), averaging_pb2.PROTOCOL_VIOLATION),
     ],
     ids=lambda value: "" if isinstance(value, int) else None,
 )
@@ -427,15 +431,44 @@ async def test_request_for_a_step_far_ahead_does_not_hide_the_others():
         await answers.aclose()
 
 
+@pytest.mark.parametrize("num_known", [2, 1])
+async def test_strangers_are_let_in_only_if_nobody_else_has_asked(num_known):
+    """They are counted nowhere: a hundred of them, which cost nothing, made a group of silent members."""
+    network, ids = Network(), make_ids(4)
+    for peer_id in ids:
+        network.add(peer_id)
+    network.know(ids, by=ids[1:])
+    network.know(ids[:num_known], by=ids[:1])  # the leader
+    searches = [network.search(peer_id)[1] for peer_id in reversed(ids)]
+    group = await searches[-1]
+    assert set(group.peer_ids) == set(ids[:2] if num_known == 2 else ids)
+    await asyncio.sleep(0.05)
+    assert [search.done() for search in reversed(searches)] == [peer_id in group for peer_id in ids]
+    for search in searches:
+        search.cancel()
+
+
+async def test_peer_that_was_in_a_roster_lately_is_no_stranger(monkeypatch, clock):
+    """Its newest report may be late."""
+    network, ids = make_network(3)
+    network.know(ids[:2], by=ids[:1])
+    assert_one_group(await network.find(ids), ids)
+    leader = network.peers[ids[0]]
+    leader._absences.update(ids)
+    clock.now += matchmaking.KNOWN_SECONDS
+    network.know(ids[:2])
+    assert leader._known.keys() == leader._absences.keys() == set(ids[:2]), "nothing is kept of peers that have left"
+
+
 async def test_number_of_pending_requests_is_bounded(monkeypatch):
     monkeypatch.setattr(matchmaking, "MAX_HELD_REQUESTS", 2)
-    network, ids = make_network(4)
+    network, ids = make_network(2)
     codes, held = [], []
-    for peer_id in ids[1:]:
+    for peer_id in (*make_ids(9)[-3:], ids[1]):  # strangers, and a peer of the roster
         answers = network.peers[ids[0]].rpc_join_group(request(), SimpleNamespace(remote_id=peer_id))
         codes.append((await anext(answers)).code)
         held.append(answers)
-    assert codes == [averaging_pb2.ACCEPTED, averaging_pb2.ACCEPTED, averaging_pb2.GROUP_IS_FULL]
+    assert codes == [averaging_pb2.ACCEPTED] * 2 + [averaging_pb2.GROUP_IS_FULL, averaging_pb2.ACCEPTED]
     for answers in held:
         await answers.aclose()
     assert not network.peers[ids[0]]._requests
