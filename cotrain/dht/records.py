@@ -149,7 +149,9 @@ class RunValidator(CompositeValidator):
 
     def _has_signer(self, record: DHTRecord) -> bool:
         try:
-            return bool(signer_of(msgpack.unpackb(record.subkey, ext_hook=_refuse)))
+            subkey = msgpack.unpackb(record.subkey, ext_hook=_refuse)
+            # msgpack has several forms of the same bytes: a signer would have as many places.
+            return record.subkey == MSGPackSerializer.dumps(subkey) and bool(signer_of(subkey))
         except Exception as error:
             logger.debug(f"Refused a record without a signer: {error!r}")
             return False

@@ -7,6 +7,7 @@ import os
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import psutil
 import pytest
@@ -14,7 +15,7 @@ import requests
 from cryptography.hazmat.primitives.asymmetric import rsa
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.routing import DHTID
-from hivemind.dht.storage import DictionaryDHTValue
+from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.dht.validation import CompositeValidator, DHTRecord, RecordValidatorBase
 from hivemind.p2p.p2p_daemon_bindings.control import DEFAULT_MAX_MSG_SIZE
 from hivemind.proto import dht_pb2
@@ -195,6 +196,33 @@ def test_more_signers_than_a_run_has_peers_are_refused(monkeypatch):
     assert store(3, key=b"another key")
     now += 0.3
     assert store(3), "there is room once another has expired"
+
+
+def test_signer_has_one_place(monkeypatch):
+    """The length of the same bytes may have 8, 16 or 32 bits in msgpack."""
+    (validator,), own = make_validators("run", KEY)
+    packed = MSGPackSerializer.dumps(own)
+    forms = [packed, b"\xc6" + len(own).to_bytes(4, "big") + own]
+    assert [MSGPackSerializer.loads(form) for form in forms] == [own, own] and packed != forms[1]
+    records = [
+        dataclasses.replace(make_record("metrics", own, MSGPackSerializer.dumps(GOOD)), subkey=form) for form in forms
+    ]
+    assert [is_valid(validator, record) for record in records] == [True, False]
+
+
+@pytest.mark.parametrize("keys", [[b"a"] * 2, [b"%d" % number for number in range(100)]], ids=["repeated", "many"])
+async def test_requests_with_repeated_or_many_keys_are_refused(keys):
+    """Each repetition was answered with the whole dictionary: a request of 4 MiB filled the memory."""
+    protocol = DHTProtocol.__new__(DHTProtocol)
+    protocol.node_info, protocol.bucket_size = dht_pb2.NodeInfo(), 20
+    protocol.rpc_ping, protocol.storage, protocol.cache = AsyncMock(), DHTLocalStorage(), DHTLocalStorage()
+    protocol.routing_table = SimpleNamespace(get_nearest_neighbors=lambda *_args, **_options: ())
+    context, names = SimpleNamespace(remote_id=None), {DHTID.generate(key).to_bytes() for key in keys}
+    good = dht_pb2.FindRequest(keys=sorted(names)[:16], peer=dht_pb2.NodeInfo(node_id=DHTID.generate("x").to_bytes()))
+    assert len((await protocol.rpc_find(good, context)).results) == len(good.keys)
+    good.keys[:] = [DHTID.generate(key).to_bytes() for key in keys]
+    with pytest.raises(ValueError, match="too many keys"):
+        await protocol.rpc_find(good, context)
 
 
 def test_refused_records_take_up_no_room(monkeypatch):
