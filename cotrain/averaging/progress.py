@@ -7,6 +7,7 @@ Adapted from hivemind/optim/progress_tracker.py, which believes every claim of a
 """
 
 import math
+import statistics
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -183,17 +184,18 @@ class ProgressTracker(threading.Thread):
     @property
     def counting(self) -> list[PeerProgress]:
         """The trainers of this peer's side whose samples count: their parameters lack few updates."""
-        smallest = self._smallest_distance()
-        return [progress for progress in self.side if progress.distance <= smallest + LACKING]
+        usual = self._usual_distance()
+        return [progress for progress in self.side if progress.distance <= usual + LACKING]
 
     @property
     def num_lacking(self) -> float:
-        """Updates that this peer's parameters lack, compared with the trainer of its side that lacks the fewest."""
-        return self.local_progress.distance - self._smallest_distance()
+        """Updates that this peer's parameters lack, compared with the median trainer of its side."""
+        return self.local_progress.distance - self._usual_distance()
 
-    def _smallest_distance(self) -> float:
+    def _usual_distance(self) -> float:
+        """Return the median distance on this peer's side, see Standing."""
         own = [] if self.local_progress.away else [self.local_progress.distance]
-        return min([progress.distance for progress in self.side] + own, default=0.0)
+        return statistics.median_low([progress.distance for progress in self.side] + own or [0.0])
 
     @property
     def rival(self) -> PeerProgress | None:

@@ -21,16 +21,17 @@ MAX_SHARE = 2.0  # of a member that reduces, in equal shares, if there are three
 class Standing:
     """The members of a group by the distances of their parameters, in the order of the group.
 
-    Only differences between the distances count: if all members lack the same updates, none lacks any.
+    Only differences from the (lower) median count: if most members lack the same updates, these lack none, and no
+    single claim decides.
     """
 
     claims: Sequence[Claims]
 
     @cached_property
     def distances(self) -> list[float]:
-        """Distance of each member from the one with the smallest distance."""
-        base = min(c.distance for c in self.claims)
-        return [c.distance - base for c in self.claims]
+        """Distance of each member from the median; 0 for those that lack less."""
+        base = statistics.median_low(c.distance for c in self.claims)
+        return [max(0.0, c.distance - base) for c in self.claims]
 
     @cached_property
     def lacking(self) -> list[bool]:
@@ -39,7 +40,7 @@ class Standing:
 
     @cached_property
     def counting(self) -> list[bool]:
-        """Whether the parameters of each member have weight; if none has, those of the smallest distance have."""
+        """Whether the parameters of each member have weight; those of settling members do if there are no others."""
         near = [distance < EQUAL for distance in self.distances]
         settled = [is_near and not c.is_settling for is_near, c in zip(near, self.claims, strict=True)]
         return settled if any(settled) else near

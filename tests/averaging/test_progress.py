@@ -403,6 +403,17 @@ def test_peers_that_lack_updates_or_are_away_make_no_step_due(clock):
     assert tracker.seconds_to_step == 0 and tracker.num_lacking == 0, "all lack the same"
 
 
+def test_one_claim_to_lack_nothing_leaves_the_others_counting(clock):
+    """Three trainers have missed three rounds. One key that claimed 0 made the others count for nothing."""
+    tracker = make_tracker()
+    tracker.complete_step(0, 10, distance=3.0)
+    clock.now += 10
+    see(tracker, record(1, distance=3.0), record(2, distance=3.0), record(3, distance=0.0))
+    assert len(tracker.counting) == 3 and tracker.num_lacking == 0
+    see(tracker, *(record(number, distance=0.0) for number in (1, 2)))
+    assert tracker.num_lacking == 3.0, "most others lack nothing"
+
+
 def test_answer_without_a_peer_does_not_erase_it(clock):
     tracker = see(make_tracker(), record(1), record(2))
     assert see(tracker, record(1)).num_expected(1) == 2

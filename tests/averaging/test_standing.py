@@ -12,9 +12,12 @@ NODE, CLIENT = 100.0, 0.0
     ("members", "lacking", "counting", "gives"),
     [
         ([(NODE, 0.0), (NODE, 0.4), (CLIENT, 0.0)], "000", "111", "000"),  # nobody lacks any
-        ([(NODE, 0.0), (NODE, 1.0), (CLIENT, 2.0)], "000", "100", "000"),
+        ([(NODE, 0.0), (NODE, 1.0), (CLIENT, 2.0)], "000", "110", "000"),
         ([(NODE, 0.0), (NODE, 6.0), (CLIENT, 0.0)], "010", "101", "100"),
-        ([(NODE, 7.0), (NODE, 6.0), (NODE, 9.0)], "001", "010", "010"),  # only differences count
+        ([(NODE, 7.0), (NODE, 6.0), (NODE, 9.5)], "001", "110", "110"),  # only differences count
+        ([(NODE, 3.0), (NODE, 3.0), (NODE, 3.0), (NODE, 0.0)], "0000", "1111", "0000"),  # one claim decides nothing
+        ([(NODE, 3.0), (NODE, 3.0), (NODE, 0.0)], "000", "111", "000"),
+        ([(NODE, 3.0), (NODE, 3.0), (NODE, 0.0), (NODE, 0.0)], "1100", "0011", "0011"),  # as many claims as others
         ([(NODE, 3.0, True), (NODE, 3.0, True)], "00", "11", "00"),
         ([(NODE, 0.0, True), (NODE, 0.0), (NODE, 5.0)], "001", "010", "010"),
         ([(CLIENT, 0.0), (NODE, 5.0)], "01", "10", "00"),  # a client can give nothing
@@ -25,6 +28,7 @@ def test_members_that_lack_updates_have_no_weight_and_receive_parameters(members
     shares = [bandwidth for bandwidth, *_ in members]
     found = standing.lacking, standing.counting, map(bool, standing.shares_to_give(shares))
     assert ["".join(str(int(flag)) for flag in flags) for flags in found] == [lacking, counting, gives]
+    assert min(standing.distances) == 0, "reports and claims have no negative ones"
 
 
 @pytest.mark.parametrize(
