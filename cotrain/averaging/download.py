@@ -167,9 +167,10 @@ class StateDownload:
             logger.info(f"Downloading the state from {donor}")
             metadata, tensors = await self._receive(donor, believe_all)
             self.averager.check_state(metadata, tensors)
+            self.averager.check_moments(tensors)
             state = str(donor), metadata, tensors
             if await self._is_contradicted(donor, tensors):
-                logger.warning(f"Postponed the state that {donor} offers: other peers have other parameters")
+                logger.warning(f"Postponed the state that {donor} offers: other peers have another")
                 self._contradicted = self._contradicted or state
                 return None
             return state
@@ -186,7 +187,7 @@ class StateDownload:
         return None
 
     async def _is_contradicted(self, donor: PeerID, tensors: list[torch.Tensor]) -> bool:
-        """Whether most of some other donors have other parameters, by elements that the donor could not know of."""
+        """Whether most of some other donors have another state, by elements that the donor could not know of."""
         reached = (peer for peer, dial in self._dials.items() if dial.done() and dial.result() is None)
         others = [peer for peer in reached if peer not in (donor, self.averager.peer_id)]
         chosen = random.sample(others, min(self.NUM_COMPARED, len(others)))
@@ -194,15 +195,15 @@ class StateDownload:
         return answers.count(False) > answers.count(True)
 
     async def _compare(self, peer: PeerID, tensors: list[torch.Tensor]) -> bool | None:
-        """Whether a peer has about the same parameters as a state; None if it does not say."""
+        """Whether a peer has about the same state as a donor; None if it does not say."""
         averager, seed = self.averager, os.urandom(8)
         try:
             stub = averager.get_stub(averager._p2p, peer, namespace=averager.prefix)
             async with asyncio.timeout(self.COMPARE_TIMEOUT):
                 answer = await stub.rpc_compare_state(averaging_pb2.DownloadData(metadata=seed))
-            return agrees(tensors[: len(averager._optimized_parameters())], seed, answer)
+            return agrees(averager.groups(tensors), seed, answer)
         except Exception as error:
-            logger.debug(f"{peer} does not say whether its parameters are the same: {error!r}")
+            logger.debug(f"{peer} does not say whether its state is the same: {error!r}")
             return None
 
     async def _receive(self, donor: PeerID, believe_all: bool) -> tuple[dict, list[torch.Tensor]]:

@@ -1,7 +1,8 @@
 """Training state of a peer: apply updates, offer the state to other peers, download and restore a state."""
 
 import asyncio
-from collections import Counter
+import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,7 +18,7 @@ from hivemind.utils import MPFuture, get_logger
 from torch.optim.lr_scheduler import LambdaLR
 
 from cotrain.averaging.base import SafeAverager
-from cotrain.averaging.comparison import pack_elements
+from cotrain.averaging.comparison import Groups, pack_elements
 from cotrain.averaging.download import StateDownload, StateLoadError, check_epoch
 from cotrain.averaging.history import Marks, read_marks
 from cotrain.averaging.stored_tensors import StoredTensors
@@ -28,6 +29,7 @@ from cotrain.dht.metrics_schema import MAX_STEP
 logger = get_logger(__name__)
 
 OFFER_MARGIN = 10.0  # seconds that an offer outlives the time of its renewal
+FLOAT16_ERROR = 6e-8  # of the root of a small second moment, and of a first moment
 
 
 def set_schedule(scheduler: LambdaLR, epoch: int) -> None:
@@ -236,29 +238,27 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     async def rpc_download_state(
         self, request: averaging_pb2.DownloadRequest, context: P2PContext
     ) -> AsyncIterator[averaging_pb2.DownloadData]:
-        reader, now = context.remote_id, asyncio.get_running_loop().time
+        reader = context.remote_id
         if self._uploads[reader] >= self.MAX_UPLOADS or self._uploads.total() >= self.MAX_UPLOADS_OF_ALL:
             return
         self._uploads[reader] += 1
-        deadline = now() + self.GRACE_SECONDS
         try:
-            async with asyncio.timeout_at(deadline) as limit:
+            async with asyncio.timeout(self.GRACE_SECONDS) as limit:
                 async for message in self._keep_stream_open(super().rpc_download_state(request, context)):
                     if message.tensor_part.dtype == "float16":  # see _pack
                         message.tensor_part.dtype = "float32"
                     yield message
-                    deadline += len(message.tensor_part.buffer) / self.LEAST_RATE
-                    limit.reschedule(deadline)
+                    limit.reschedule(limit.when() + len(message.tensor_part.buffer) / self.LEAST_RATE)
         finally:
             self._uploads -= Counter({reader: 1})
 
     async def rpc_compare_state(
         self, request: averaging_pb2.DownloadData, context: P2PContext
     ) -> averaging_pb2.DownloadData:
-        """Answer with some elements of the parameters, see cotrain/averaging/comparison.py; none without an offer."""
+        """Answer with some elements of the state, see cotrain/averaging/comparison.py; none without an offer."""
         if not self.allow_state_sharing:
             return averaging_pb2.DownloadData()
-        return pack_elements(self._optimized_parameters(), request)
+        return pack_elements(self.groups(self._tensors()), request)
 
     # Downloading a state
 
@@ -345,6 +345,29 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
                 raise StateLoadError("its optimizer statistics are negative")
             if name == "step" and tensor > MAX_STEP:
                 raise StateLoadError("its optimizer has an impossible step count")
+
+    def check_moments(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Raise StateLoadError if no gradients could have made the first moments of a downloaded state.
+
+        |m| <= C sqrt(v) for any gradients (Cauchy-Schwarz), with C = 7.3 for the default betas. Otherwise the next
+        step might change the weights by a factor of 8e7. A state on the own disk may be of other betas.
+        """
+        beta1, beta2 = self.optimizer.param_groups[0].get("betas", (0.0, 0.0))
+        squared = (1 - beta1) ** 2 / ((1 - beta2) * (1 - beta1**2 / beta2)) if beta1**2 < beta2 else math.inf
+        ratio = max(10.0, 1.01 * squared**0.5)
+        first, names = len(self._optimized_parameters()), self._statistic_names()
+        for index in self._second_moments():
+            has_first = names[index - first - 1] == names[index - first].removesuffix("_sq")  # the names are sorted
+            if has_first and (tensors[index - 1].abs() > ratio * (tensors[index].sqrt() + FLOAT16_ERROR)).any():
+                raise StateLoadError("its optimizer has moments that no gradients could have made")
+
+    def groups(self, tensors: Sequence[torch.Tensor]) -> Groups:
+        """Return the parameters of a state, and its statistics of each name without single numbers."""
+        first, groups = len(self._optimized_parameters()), defaultdict(list)
+        for name, tensor in zip(self._statistic_names(), tensors[first:], strict=True):
+            if tensor.ndim:
+                groups[name].append(tensor)
+        return [tensors[:first], *groups.values()]
 
     def unpack_state(self, tensors: list[torch.Tensor]) -> None:
         """Square the statistics of a received state whose roots the donor sends, in place."""

@@ -22,6 +22,7 @@ from cotrain.averaging.state import StateLoadError, TrainingStateAverager
 from cotrain.dht.records import signer_of
 from cotrain.training import optimizer as optimizer_module
 from tests.support.models import build_model
+from tests.support.offline import offline_averager
 from tests.support.peers import wait_until
 from tests.support.state import (
     CONFIG,
@@ -285,15 +286,62 @@ def test_donor_whom_the_only_other_one_contradicts_is_used_all_the_same(donors):
     assert donors.add().download_state() is not None
 
 
+@pytest.mark.parametrize("optimizer", ["lamb", "adamw"])
+@pytest.mark.parametrize(
+    ("first", "second", "is_alone"),
+    [(1.0, 0.0, False), (1e-8, 1.0, False), (1e3, 1.0, False), (1.0, 1e6, False), (6e4, 0.0, True), (1.0, -1.0, True)],
+)
+def test_state_with_false_statistics_is_not_used(donors, optimizer, first, second, is_alone):
+    """Its parameters are right. With the statistics, the next update moved the weights as the donor liked.
+
+    :param first, second: multiples of the honest moments
+    :param is_alone: whether it is refused without another donor
+    """
+    options = {"hyperparameter_args": arguments(optimizer=optimizer)}
+    for step in (12, 12, 20) if not is_alone else (12,):  # the liar is the first one
+        donor = donors.add(**options)
+        for number in range(1, step + 1):  # noise, in which first moments ten steps apart are unrelated
+            fill_gradients(donor, seed=number)
+            donor.apply_update(number)
+        fill_parameters(donor, 0.5)
+        donor._apply_optimizer_parameters_()
+        offer(donor, step=5, priority=6 - len(donors.averagers))
+    newcomer = donors.add(**options)
+    liar = next(iter(donors.averagers.values()))
+    assert newcomer.download_state(credible_epoch=20)[0] == str(liar.peer_id), "without the lie"
+    for values in liar.optimizer.state.values():
+        values["exp_avg"] *= first
+        values["exp_avg_sq"] *= second
+    liar.mark_changed()
+    found = newcomer.download_state(credible_epoch=20)
+    assert (found is None) if is_alone else found[0] != str(liar.peer_id)
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.5, 0.999), (0.9, 0.9), (0.0, 0.99), (0.99, 0.95)])
+def test_all_moments_that_gradients_make_are_accepted(betas):
+    """The largest first moment is that of gradients which grow in this way."""
+    averager = offline_averager(hyperparameter_args=arguments(adam_beta1=betas[0], adam_beta2=betas[1]))
+    first = second = 0.0
+    for number in range(60):
+        gradient = 1e-3 * (betas[0] / betas[1]) ** (59 - number)
+        first = betas[0] * first + (1 - betas[0]) * gradient
+        second = betas[1] * second + (1 - betas[1]) * gradient**2
+    for values in averager.optimizer.state.values():
+        values["exp_avg"].fill_(first)
+        values["exp_avg_sq"].fill_(second)
+    averager.check_moments(snapshot(averager)[1])
+
+
 def test_elements_are_chosen_from_all_tensors_by_the_seed():
     tensors = [torch.arange(5000.0).view(50, 100), torch.arange(5000.0, 5007.0), torch.arange(5007.0, 9000.0)]
-    chosen = choose_elements(tensors, b"seed one")
-    assert torch.equal(chosen, choose_elements(tensors, b"seed one"))
-    assert not torch.equal(chosen, choose_elements(tensors, b"seed two"))
+    groups = [tensors, [-tensor for tensor in tensors]]
+    chosen, others = choose_elements(groups, b"seed one")
+    assert torch.equal(chosen, choose_elements(groups, b"seed one")[0]) and not torch.equal(chosen, -others)
+    assert not torch.equal(chosen, choose_elements(groups, b"seed two")[0])
     assert len(chosen.unique()) > 900 and chosen.min() < 100 and chosen.max() > 8900
     for count in (0, 9):
         with pytest.raises(ValueError):
-            pack_elements(tensors, DownloadData(metadata=bytes(count)))
+            pack_elements(groups, DownloadData(metadata=bytes(count)))
 
 
 async def test_downloads_of_a_peer_and_those_that_stall_are_bounded(donors, monkeypatch):
@@ -313,7 +361,7 @@ async def test_downloads_of_a_peer_and_those_that_stall_are_bounded(donors, monk
         await asyncio.wait(tasks)
     assert [started.count(reader) for reader in readers] == [2, 1]
     assert [task.cancelled() for task in tasks] == [True, True, False, True]
-    assert not donor._uploads.total()
+    assert not donor._uploads
 
 
 def test_credible_step_grows_with_the_time_of_a_download(clock):
@@ -416,6 +464,9 @@ def test_monitor_compares_with_the_state_that_it_offers(build_swarm, monkeypatch
     trainer = swarm.add()
     trainer.optimizer.load_state_from_peers()
     fill_parameters(trainer.optimizer.state_averager, 7.0)
+    for values in trainer.optimizer.state_averager.optimizer.state.values():
+        values["exp_avg"].fill_(1e-3)
+        values["exp_avg_sq"].fill_(1e-4)
     trainer.optimizer.state_averager.offer(priority=1)
     peer, seed = swarm.borrow(), bytes(8)
     with optimizer_module.open_observer(build_model(CONFIG, "run"), peer, swarm.run_id, arguments(), 60.0) as observer:
@@ -427,4 +478,5 @@ def test_monitor_compares_with_the_state_that_it_offers(build_swarm, monkeypatch
             stub = type(observer).get_stub(p2p, observer.peer_id, namespace=observer.prefix)
             return await stub.rpc_compare_state(DownloadData(metadata=seed))
 
-        assert agrees(trainer.optimizer._offloaded_parameters(), seed, asyncio.run(ask()))
+        averager = trainer.optimizer.state_averager
+        assert agrees(averager.groups(averager._tensors()), seed, asyncio.run(ask()))
