@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -69,6 +69,8 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     # Bounds on the downloads of other peers, since a reader that has stalled keeps a copy of the state on the disk
     MAX_UPLOADS, MAX_UPLOADS_OF_ALL = 2, 16  # at the same time, of a peer and of all
     LEAST_RATE, GRACE_SECONDS = 25_000.0, 60.0  # bytes per second that a reader must take, after a grace period
+    BUSY_RATE = 100_000.0  # the same while more than half of the places are taken
+    MAX_COMPARISONS, MAX_COMPARISONS_OF_ALL = 8, 100  # answers in a second, to a peer and to all
 
     def __init__(
         self,
@@ -88,6 +90,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         self._copy: tuple[dict, StoredTensors, list[CompressionInfo]] | None = None  # see copy_state
         self._downloads: set = set()  # tasks, in the averager's process
         self._uploads: Counter[PeerID] = Counter()  # in the averager's process
+        self._comparisons: deque[tuple[PeerID, float]] = deque(maxlen=self.MAX_COMPARISONS_OF_ALL)  # times, too
         super().__init__(*args, **kwargs)
 
     def _init_components(self, *args) -> tuple:
@@ -248,7 +251,8 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
                     if message.tensor_part.dtype == "float16":  # see _pack
                         message.tensor_part.dtype = "float32"
                     yield message
-                    limit.reschedule(limit.when() + len(message.tensor_part.buffer) / self.LEAST_RATE)
+                    rate = self.BUSY_RATE if self._uploads.total() > self.MAX_UPLOADS_OF_ALL / 2 else self.LEAST_RATE
+                    limit.reschedule(limit.when() + len(message.tensor_part.buffer) / rate)
         finally:
             self._uploads -= Counter({reader: 1})
 
@@ -256,8 +260,12 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         self, request: averaging_pb2.DownloadData, context: P2PContext
     ) -> averaging_pb2.DownloadData:
         """Answer with some elements of the state, see cotrain/averaging/comparison.py; none without an offer."""
-        if not self.allow_state_sharing:
+        reader, now = context.remote_id, asyncio.get_running_loop().time()
+        recent = [other for other, answered in self._comparisons if now < answered + 1.0]
+        is_busy = len(recent) >= self.MAX_COMPARISONS_OF_ALL or recent.count(reader) >= self.MAX_COMPARISONS
+        if is_busy or not self.allow_state_sharing:
             return averaging_pb2.DownloadData()
+        self._comparisons.append((reader, now))
         return pack_elements(self.groups(self._tensors()), request)
 
     # Downloading a state

@@ -344,6 +344,44 @@ def test_elements_are_chosen_from_all_tensors_by_the_seed():
             pack_elements(groups, DownloadData(metadata=bytes(count)))
 
 
+async def test_comparisons_are_bounded(donors, clock):
+    donor = donors.add()
+    offer(donor, step=5)
+    requests = [SimpleNamespace(remote_id=bytes([number])) for number in range(20)]
+
+    async def ask(context: SimpleNamespace) -> bool:
+        answer = await donor.rpc_compare_state(DownloadData(metadata=bytes(8)), context)
+        return bool(answer.tensor_part.buffer)
+
+    answers = [await ask(context) for context in requests for _ in range(9)]
+    assert answers[:9] == [True] * 8 + [False] and answers[9] and sum(answers) == donor.MAX_COMPARISONS_OF_ALL
+    clock.now += 1.0
+    assert await ask(requests[0])
+
+
+@pytest.mark.parametrize("number", [1, 2])
+async def test_slow_downloads_do_not_hold_most_places(donors, monkeypatch, clock, number):
+    """Eight keys held all sixteen places with 3 Mbit/s. A single slow reader may go on."""
+    monkeypatch.setattr(TrainingStateAverager, "MAX_UPLOADS_OF_ALL", 2)
+    monkeypatch.setattr(TrainingStateAverager, "LEAST_RATE", 100.0)
+    monkeypatch.setattr(TrainingStateAverager, "BUSY_RATE", 5000.0)
+    donor, received = donors.add(), []
+    offer(donor, step=5)
+
+    async def read(reader: int) -> None:
+        async for _ in donor.rpc_download_state(DownloadRequest(), SimpleNamespace(remote_id=reader)):
+            received.append(reader)
+            await asyncio.sleep(5.0)  # some 1500 bytes a second
+
+    tasks = [asyncio.create_task(read(reader)) for reader in range(number)]
+    await asyncio.sleep(4 * TrainingStateAverager.GRACE_SECONDS)
+    assert any(task.done() for task in tasks) == (number == 2)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert not donor._uploads
+
+
 async def test_downloads_of_a_peer_and_those_that_stall_are_bounded(donors, monkeypatch):
     """Each keeps a copy of the state."""
     monkeypatch.setattr(TrainingStateAverager, "GRACE_SECONDS", 0.5)
