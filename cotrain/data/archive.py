@@ -26,9 +26,9 @@ _LAYOUT = {
 }
 
 # Bounds against decompression bombs. WikiText-103 compresses to a quarter, repetitive text to less.
-MAX_RATIO = 20
+MAX_RATIO, MAX_UNPACKED = 20, 100e9  # of bytes; an archive of more than 20 GB may unpack to five times its size
 MIN_LIMIT = 64 * 2**20
-MAX_MEMBERS = 10_000
+MAX_MEMBERS, MAX_TOKENIZER_FILE = 10_000, 100e6  # the second in bytes: it is read into memory
 MAX_HEADER = 2**16  # bytes of a long name, which tarfile reads into memory
 SPARE_BYTES = 100 * 2**20  # left free on the disk
 
@@ -96,12 +96,11 @@ def unpack_archive(path: Path, folders: dict[str, Path]) -> None:
     """Unpack an archive made by `write_archive`; treat it as untrusted.
 
     :param folders: as for `write_archive`; entries that belong to none of them are not unpacked
-    :raises ArchiveError: if the archive is damaged, has other names, links or devices, or unpacks to more than
-        MAX_RATIO times its size
+    :raises ArchiveError: if the archive is damaged, has other names, links or devices, or unpacks to too much
     :raises UserError: if the disk has not enough free space
     """
-    limit = max(MIN_LIMIT, MAX_RATIO * path.stat().st_size)
-    num_bytes = 0
+    num_bytes, size = 0, path.stat().st_size
+    limit = max(MIN_LIMIT, min(MAX_RATIO * size, MAX_UNPACKED), 5 * size)
     try:
         with (
             gzip.open(path) as compressed,
@@ -117,6 +116,8 @@ def unpack_archive(path: Path, folders: dict[str, Path]) -> None:
                 if entry.isdir():
                     continue  # folders are created with their first file
                 part, name = _locate(entry.name)
+                if part == TOKENIZER and entry.size > MAX_TOKENIZER_FILE:
+                    raise ArchiveError(f"{entry.name!a} in it has more than {MAX_TOKENIZER_FILE / 1e6:.0f} MB")
                 if part in folders:
                     check_space(folders[part], entry.size)
                     archive.extract(entry.replace(name=name, mode=0o644, deep=False), folders[part], filter="data")

@@ -83,7 +83,7 @@ def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> Pre
     for part in (config, text):  # often the same
         set_special_tokens(part, tokenizer)
     set_objective(config, tokenizer)
-    check_size(config)
+    check_size(config, is_foreign="model_name_or_path" in args.adopted)
     return config
 
 
@@ -135,15 +135,17 @@ def build_without_weights(config: PretrainedConfig) -> PreTrainedModel:
         hook.remove()
 
 
-def check_size(config: PretrainedConfig) -> None:
+def check_size(config: PretrainedConfig, is_foreign: bool = False) -> None:
     """Build the model without weights first: a stranger may have chosen it.
 
+    :param is_foreign: whether the run has chosen it: training, with gradients and two statistics, must fit as well
     :raises UserError: if it cannot be built, or the weights alone exceed this machine's memory
     """
     model = build_without_weights(config)
-    weights = 4e-9 * sum(tensor.numel() for tensor in itertools.chain(model.parameters(), model.buffers()))
-    if weights > (memory := 1e-9 * psutil.virtual_memory().total):
-        raise UserError(f"the weights of the model need {weights:.0f} GB; this machine has {memory:.0f} GB of memory")
+    numel = sum(tensor.numel() for tensor in itertools.chain(model.parameters(), model.buffers()))
+    needed, what = (16e-9 * numel, "training") if is_foreign else (4e-9 * numel, "the weights of")
+    if needed > (memory := 1e-9 * psutil.virtual_memory().total):
+        raise UserError(f"{what} the model takes {needed:.0f} GB; this machine has {memory:.0f} GB of memory")
 
 
 def max_tokens(config: PretrainedConfig) -> float:

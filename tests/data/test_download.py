@@ -595,6 +595,21 @@ def test_malicious_archives_are_refused(args, host, tmp_path, monkeypatch, bad, 
     assert os.listdir(tmp_path) == ["data"]
 
 
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (entry(ARROW, random.Random(0).randbytes(100_000) + bytes(1_500_000)), "unpacks to more than 1 MB"),  # 16:1
+        (entry(f"{TOKENIZER}/tokenizer.json", bytes(2001)), "tokenizer.json' in it has more than 0 MB"),
+    ],
+)
+def test_archive_has_bounds_whatever_its_ratio(args, host, tmp_path, monkeypatch, bad, reason):
+    """One of 20 GB unpacked to 400 GB, and a tokenizer's file is read into memory."""
+    for name, value in (("MIN_LIMIT", 1000), ("MAX_UNPACKED", 1e6), ("MAX_TOKENIZER_FILE", 2000)):
+        monkeypatch.setattr(archive, name, value)
+    host.content, args.dataset_sha256 = pack(*GOOD, bad), None
+    assert reason in fail(args, leftovers=set())
+
+
 @pytest.mark.parametrize("name", [DATASET, "data/albert_tokenized_wikitext"])  # the second is of older versions
 @pytest.mark.parametrize("format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
 def test_manually_packed_archives(args, host, format, name):
