@@ -4,6 +4,7 @@ The list is one file: a line with the signature, then JSON. Every peer can verif
 """
 
 import json
+import os
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -16,10 +17,12 @@ from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 from cotrain.admission.invitations import Invitation, InvitationError
 from cotrain.common.atomic_files import new_file
 from cotrain.common.errors import UserError, describe
+from cotrain.common.json_file import read_records
 
 logger = get_logger(__name__)
 
 MAX_BYTES = 2**20  # of a list: some 20,000 invitations; a message between peers has at most 4 MiB
+MAX_SIGNATURE_BYTES = 400  # it has 344; base64 allows any number of bytes that it skips, which would be passed on
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Revocations:
     def parse(cls, content: bytes, authority: RSAPublicKey) -> "Revocations":
         """Read a list; raise InvitationError if it is too long or not signed by the authority."""
         signature, _, payload = content.partition(b"\n")
-        if len(content) > MAX_BYTES:
+        if len(content) > MAX_BYTES or len(signature) > MAX_SIGNATURE_BYTES:
             raise InvitationError("the list of revoked invitations is too long")
         if not authority.verify(payload, signature):
             raise InvitationError("it is not a revocation list of this run's organiser")
@@ -105,15 +108,16 @@ def record_invitation(invitation: Invitation, authority_path: Path) -> None:
     path = authority_path.with_suffix(".issued.jsonl")
     path.touch(mode=0o600)
     path.chmod(0o600)  # of an earlier version
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
+    is_whole = (b"\n" + path.read_bytes()).endswith(b"\n")  # otherwise a process died in a write
+    with path.open("ab", buffering=0) as file:
+        file.write(b"\n" * (not is_whole) + json.dumps(record).encode() + b"\n")
+        os.fsync(file.fileno())
 
 
 def find_invitations(username: str, authority_path: Path) -> set[str]:
     """Return the peer IDs of a user's invitations, in base58; raise UserError if there is none."""
     path = authority_path.with_suffix(".issued.jsonl")
-    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
-    found = {record["peer_id"] for record in records if record["username"] == username}
+    found = {record["peer_id"] for record in read_records(path, "peer_id", str) if record.get("username") == username}
     if not found:
         raise UserError(f"--username: '{path}' has no invitation of '{username}'; pass its file with --invitation")
     return found

@@ -23,13 +23,13 @@ def write_json(path: Path, content: object) -> None:
         temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def read_records(path: Path) -> list[dict]:
-    """Return the records of a JSON Lines file that have a step. Damaged lines are skipped."""
+def read_records(path: Path, name: str = "step", kind: type = int) -> list[dict]:
+    """Return the records of a JSON Lines file that have a field of a kind. Damaged lines are skipped."""
     records = []
     for line in path.read_bytes().splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError):  # also raised for invalid UTF-8
+        with contextlib.suppress(ValueError, RecursionError):  # ValueError is also raised for invalid UTF-8
             records.append(json.loads(line))
-    return [record for record in records if isinstance(record, dict) and type(record.get("step")) is int]
+    return [record for record in records if isinstance(record, dict) and type(record.get(name)) is kind]
 
 
 class JsonFile:
@@ -48,7 +48,7 @@ class JsonFile:
             return None
         try:
             return parse(json.loads(self.path.read_text(encoding="utf-8")))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             kept = self.path.with_name(f"{self.path.name}.old")
             self.path.replace(kept)
             logger.warning(f"Starting without {self.path}, renamed to {kept.name}: {first_line(error)}")

@@ -126,6 +126,30 @@ def test_script(tmp_path, monkeypatch, capfd):
     assert "already exists" in capfd.readouterr().err
 
 
+def test_revocation_list_with_bytes_that_base64_skips_is_refused(authority):
+    """Each peer would keep the list, and pass it on to all others, with as much of them as a message may have."""
+    content = Revocations().extend({"x"}, authority).content
+    assert Revocations.parse(content, authority.get_public_key()).content == content
+    with pytest.raises(InvitationError):
+        Revocations.parse(b"~" * 10**5 + content, authority.get_public_key())
+
+
+@pytest.mark.parametrize("missing", [1, 20])
+def test_invitation_whose_line_is_damaged_costs_no_other(tmp_path, monkeypatch, missing):
+    """A write was cut off, with or without the whole record. The next record was added to the damaged line."""
+    monkeypatch.chdir(tmp_path)
+    issued = Path("authority.issued.jsonl")
+    for name in ("alice", "bob"):
+        invite_script.invite(InvitationArguments(username=name, output=f"{name}.invitation"))
+        if name == "alice":
+            issued.write_bytes(issued.read_bytes()[:-missing])
+    invite_script.revoke(RevocationArguments(username="bob"))
+    bob = load_invitation(Path("bob.invitation"))
+    assert Revocations.parse(Path("authority.revoked").read_bytes(), bob.authority).peers == {str(bob.peer_id)}
+    if missing == 1:
+        invite_script.revoke(RevocationArguments(username="alice"))
+
+
 def test_invitations_are_revoked_by_name_or_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("alice-1", "alice-2", "bob"):

@@ -23,7 +23,9 @@ def test_what_was_saved_is_loaded(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "null", "{}", '{"number": "x"}', '{"number": -1}', "\udcff"])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "null", "{}", '{"number": "x"}', '{"number": -1}', "\udcff", "[" * 10**5]
+)
 def test_a_file_that_cannot_be_used_is_set_aside(tmp_path, content, caplog):
     file = JsonFile(tmp_path / "state.json")
     file.path.write_text(content, encoding="utf-8", errors="surrogateescape")
