@@ -204,8 +204,8 @@ class OptimizerArguments(Flags):
     )
     averaging_timeout: float = setting(
         60.0,
-        "End an averaging round after this many seconds, with what has arrived. Set it to about twice the "
-        "time of a round",
+        "End an averaging round after this many seconds, with what has arrived: about twice the time of a round",
+        at_most=86_400,
         optional=True,
     )
     matchmaking_time: float = setting(

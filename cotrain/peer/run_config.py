@@ -85,9 +85,9 @@ class RunConfig:
         """Check the signature, size, names and types of a record; raise ValueError if something is wrong."""
         try:
             text, key, signature = record["text"], record["public_key"], record["signature"]
-            public_key = RSAPublicKey.from_bytes(key)
             if len(text) > MAX_CHARACTERS or len(key) > 1024 or len(signature) > 1024:
                 raise ValueError("too long")
+            public_key = RSAPublicKey.from_bytes(key)
             if not public_key.verify(text.encode(), signature):
                 raise ValueError("the signature is wrong")
             content = json.loads(text)
@@ -97,7 +97,8 @@ class RunConfig:
                 raise ValueError(f"wrong or missing settings: {wrong}")
             if not content["time"] <= run_time() + MAX_LEAD:  # it would outlast what the organiser signs later
                 raise ValueError("signed in the future")
-            return cls(settings, protocol, peer_id_of(public_key), publisher, float(content["time"]), dict(record))
+            record = {"text": text, "public_key": key, "signature": signature}  # only what is signed is passed on
+            return cls(settings, protocol, peer_id_of(public_key), publisher, float(content["time"]), record)
         except Exception as error:
             raise ValueError(f"not a run configuration: {error!r:.100}") from None
 

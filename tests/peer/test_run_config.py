@@ -498,6 +498,33 @@ def test_hostile_model_configurations_are_refused(fields, fault):
     assert "\n" not in str(error.value)
 
 
+def test_model_of_a_run_that_could_not_be_trained_here_is_refused(monkeypatch):
+    """Its weights fit, but their gradients and statistics do not: a volunteer's machine ran out of memory."""
+    config = read_config(json.dumps(FIELDS))
+    num_bytes = 4 * sum(weights.numel() for weights in build_without_weights(config).parameters())
+    memory = SimpleNamespace(total=2 * num_bytes)
+    monkeypatch.setattr("cotrain.models.model.psutil", SimpleNamespace(virtual_memory=lambda: memory))
+    check_size(config)
+    with pytest.raises(UserError, match="training the model takes"):
+        check_size(config, is_foreign=True)
+    memory.total = 5 * num_bytes
+    check_size(config, is_foreign=True)
+
+
+def test_timeout_of_years_is_refused(capsys):
+    """A trainer that hangs ends after this time and some minutes."""
+    line = ArgumentParser(TRAINER_ARGUMENTS, "test").parse([])
+    with pytest.raises(SystemExit):
+        line.with_settings({"averaging_timeout": 1e9})
+    assert "--averaging_timeout must be at most 86400" in capsys.readouterr().err
+
+
+def test_what_is_not_signed_is_not_passed_on(keys):
+    record = RunConfig.sign({"run_id": "run"}, keys[0]).record
+    config = RunConfig.parse({**record, "more": "x" * 1000}, id_of(keys[0]))
+    assert config.record == record
+
+
 def test_fields_that_load_code_are_ignored():
     """Also by another name of theirs, or if a method or a name of a file has the same."""
     code = {"auto_map": {"AutoModel": "x--y.Z"}, "attn_implementation": "me/k", "_attn_implementation": "eager",
