@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-MAX_SECONDS = 1.0  # CPU time of one example
+MAX_SECONDS = 2.0  # CPU time of one example; some take 0.2 s, and 1.2 s on a busy machine
 MAX_BYTES = 100 * 2**20
 LONGER = 30  # times as many examples in `make test-all`
 

@@ -1,0 +1,352 @@
+"""Each parser of what a peer sends, with bytes behind a valid message, with repetitions, and with inflated fields.
+
+A message may have 4 MiB. Whatever it has, reading it takes bounded time and memory, and little of it is kept.
+"""
+
+import asyncio
+import pickle
+import time
+from collections.abc import Callable
+from functools import cache
+from types import SimpleNamespace
+from unittest.mock import AsyncMock
+
+import pytest
+import torch
+from google.protobuf.message import Message
+from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
+from hivemind.dht.validation import DHTRecord
+from hivemind.p2p import PeerID
+from hivemind.p2p.p2p_daemon_bindings.control import DEFAULT_MAX_MSG_SIZE
+from hivemind.proto import averaging_pb2, dht_pb2
+from hivemind.utils import MSGPackSerializer
+
+from cotrain.admission.admission import Admission
+from cotrain.admission.invitations import check_token
+from cotrain.admission.revocations import Revocations, RevocationStore
+from cotrain.averaging.comparison import agrees, pack_elements
+from cotrain.averaging.download import StateDownload, rank_donors
+from cotrain.averaging.history import parse_marks
+from cotrain.averaging.matchmaking import Claims, group_key, make_group_id, parse_claims
+from cotrain.averaging.progress_record import parse_progress
+from cotrain.averaging.wire import TensorAssembler, check_tensor
+from cotrain.dht.node import DHTProtocol
+from cotrain.dht.run_records import make_validators
+from cotrain.peer.run_config import RunConfig, choose
+from tests.fuzz.mutations import bounded
+from tests.fuzz.test_parsers import (
+    AUTHORITY,
+    INVITATION,
+    KEY,
+    LIST,
+    MARKS,
+    OWN,
+    PEER,
+    PROGRESS,
+    RECORDS,
+    SUBKEY,
+    averager,
+    key_of,
+    matchmaking,
+    spec_of,
+)
+from tests.support.dht_records import metric
+
+LIMIT = DEFAULT_MAX_MSG_SIZE - 100
+MAX_KEPT = 8192  # bytes of what a parser returns, pickled
+TENSOR = torch.ones(300)
+FILLED_CLAIMS = MSGPackSerializer.dumps([100.0, 0.0, "x" * 43])  # as many bytes as claims may have
+GROUPS = [[torch.ones(3000)], [torch.ones(3000)]]
+
+pytestmark = pytest.mark.usefixtures("patches")
+
+
+# Messages, and what reads them
+
+
+def join(content: bytes) -> bytes:
+    """Return what a leader keeps of a request."""
+    request = averaging_pb2.JoinRequest.FromString(content)
+    return request.SerializeToString() if matchmaking()._refuse(request, PeerID(b"other")) is None else b""
+
+
+def make_group() -> bytes:
+    members, gathered = [PEER, PeerID(b"\x12\x20" + bytes(32))], [Claims(1.0).pack()] * 2
+    ids, group_id = [member.to_bytes() for member in members], make_group_id(b"8 bytes!", 1, members, gathered)
+    message = averaging_pb2.MessageFromLeader(group_id=group_id, ordered_peer_ids=ids, gathered=gathered)
+    return message.SerializeToString()
+
+
+def read_group(content: bytes) -> object:
+    return matchmaking()._parse_group(averaging_pb2.MessageFromLeader.FromString(content), 1)
+
+
+def make_record() -> DHTRecord:
+    value = MSGPackSerializer.dumps(metric(17))
+    record = DHTRecord(key_of("metrics"), MSGPackSerializer.dumps(SUBKEY), value, time.time() + 60)
+    return DHTRecord(*record[:2] if isinstance(record, tuple) else (record.key, record.subkey),
+                     make_validators("run", KEY)[0][0].sign_value(record), record.expiration_time)  # fmt: skip
+
+
+def store(**change: bytes) -> bytes:
+    """Return what a node keeps of a record."""
+    record = make_record()
+    fields = {name: getattr(record, name) for name in ("key", "subkey", "value", "expiration_time")} | change
+    is_valid = make_validators("run", KEY)[0][0].validate(DHTRecord(**fields))
+    return fields["value"] + fields["subkey"] if is_valid else b""
+
+
+@cache
+def protocol() -> DHTProtocol:
+    node = DHTProtocol.__new__(DHTProtocol)
+    node.node_info, node.bucket_size, node.wait_timeout = dht_pb2.NodeInfo(), 20, 1.0
+    (node.record_validator,), _ = make_validators("run", KEY)
+    node.rpc_ping, node.update_routing_table, node.cache = AsyncMock(), AsyncMock(), DHTLocalStorage()
+    node.routing_table = SimpleNamespace(get_nearest_neighbors=lambda *_args, **_options: (), get=lambda **_: None)
+    node.storage = DHTLocalStorage()
+    for number in range(1000):
+        key, expiration = DHTID.generate("run_metrics"), time.time() + 60
+        node.storage.store_subkey(key, number, bytes(360), expiration)
+    return node
+
+
+def find(content: bytes) -> int:
+    """Return the number of results with which a node answers."""
+
+    async def answer() -> dht_pb2.FindResponse:
+        return await protocol().rpc_find(dht_pb2.FindRequest.FromString(content), SimpleNamespace(remote_id=PEER))
+
+    return len(asyncio.run(answer()).results)
+
+
+def make_find() -> bytes:
+    node = dht_pb2.NodeInfo(node_id=DHTID.generate("x").to_bytes())
+    return dht_pb2.FindRequest(keys=[DHTID.generate("run_metrics").to_bytes()], peer=node).SerializeToString()
+
+
+def make_found() -> bytes:
+    record, dictionary = make_record(), DictionaryDHTValue()
+    dictionary.store(SUBKEY, record.value, record.expiration_time)
+    return dht_pb2.FindResponse(
+        results=[
+            dht_pb2.FindResult(
+                type=dht_pb2.FOUND_DICTIONARY,
+                value=MSGPackSerializer.dumps(dictionary),
+                expiration_time=record.expiration_time,
+                nearest_node_ids=[bytes(20)],
+                nearest_peer_ids=[PEER.to_bytes()],
+            )
+        ]
+    ).SerializeToString()
+
+
+def read_found(content: bytes) -> list:
+    """Return the values of an answer."""
+
+    async def answer(*_args, **_options) -> dht_pb2.FindResponse:
+        return dht_pb2.FindResponse.FromString(content)
+
+    async def call() -> dict | None:
+        node = protocol()
+        node.rpc_semaphore, node.get_stub = asyncio.Semaphore(), lambda _peer: SimpleNamespace(rpc_find=answer)
+        return await node.call_find(PEER, [DHTID.generate("run_metrics")])
+
+    found = asyncio.run(call()) or {}
+    return [item.value for value, _ in found.values() if value is not None for _, item in value.value.items()]
+
+
+def show_token(content: bytes) -> int:
+    """Return the number of peers that are admitted."""
+    admission = Admission(OWN, RevocationStore(AUTHORITY.get_public_key(), None))
+    admission.revocations.refresh = lambda: None
+    asyncio.run(admission._answer(content, INVITATION.peer_id))
+    return len(admission._admitted)
+
+
+def ask_for_token(content: bytes) -> bytes:
+    """Return the revocation list that is kept of an answer."""
+    admission = Admission(OWN, RevocationStore(AUTHORITY.get_public_key(), None))
+
+    async def call(*_args) -> bytes:
+        return content
+
+    p2p = SimpleNamespace(_client=SimpleNamespace(call_unary_handler=call))
+    asyncio.run(admission._exchange(p2p, INVITATION.peer_id, is_callee=True))
+    return admission.revocations.newest.content
+
+
+def read_metadata(content: bytes) -> int:
+    return StateDownload(averager(), 8, 20, 60.0)._read_metadata(content, False)["epoch"]
+
+
+def assemble(content: bytes) -> int:
+    """Return the number of bytes that are kept of chunks of a tensor which are all the same."""
+    assembler = TensorAssembler([spec_of(TENSOR)])
+    for _ in range(2):
+        assembler.add(averaging_pb2.DownloadData.FromString(content).tensor_part)
+    return len(assembler._buffer)
+
+
+def make_metadata() -> bytes:
+    return MSGPackSerializer.dumps({**averager().copy_state()[0], "epoch": 17, "marks": MARKS})
+
+
+def make_answer() -> averaging_pb2.DownloadData:
+    return pack_elements(GROUPS, averaging_pb2.DownloadData(metadata=bytes(8)))
+
+
+def loads(parse: Callable) -> Callable:
+    """Read msgpack before a parser, as hivemind does."""
+    return lambda content: parse(MSGPackSerializer.loads(content))
+
+
+def token(content: bytes) -> float:
+    parsed = type(INVITATION.token).FromString(content)
+    return check_token(parsed, AUTHORITY.get_public_key(), INVITATION.peer_id)
+
+
+def wire(read: Callable) -> Callable:
+    return lambda content: read(averaging_pb2.DownloadData.FromString(content))
+
+
+PARSERS: dict[str, tuple[Callable, Callable, type | None]] = {  # makes a message, reads it, and its protobuf type
+    "claims": (lambda: FILLED_CLAIMS, lambda content: parse_claims(content) and content, None),
+    "join request": (
+        lambda: averaging_pb2.JoinRequest(
+            schema_hash=b"schema", gather=Claims(1.0).pack(), group_key=group_key("run", 17)
+        ).SerializeToString(),
+        join,
+        averaging_pb2.JoinRequest,
+    ),
+    "group": (make_group, read_group, averaging_pb2.MessageFromLeader),
+    "marks": (lambda: MSGPackSerializer.dumps(MARKS), loads(parse_marks), None),
+    "report": (lambda: MSGPackSerializer.dumps(PROGRESS), loads(lambda value: parse_progress(b"", value)), None),
+    "value of a record": (lambda: make_record().value, lambda content: store(value=content), None),
+    "subkey of a record": (lambda: make_record().subkey, lambda content: store(subkey=content), None),
+    "find": (make_find, find, dht_pb2.FindRequest),
+    "found": (make_found, read_found, dht_pb2.FindResponse),
+    "settings": (
+        lambda: MSGPackSerializer.dumps(RECORDS["run_config"]),
+        loads(lambda record: RunConfig.parse(record, PEER)),
+        None,
+    ),
+    "all settings": (
+        lambda: MSGPackSerializer.dumps({SUBKEY: RECORDS["run_config"]}),
+        loads(lambda records: choose(records, {PEER})),
+        None,
+    ),
+    "offers": (
+        lambda: MSGPackSerializer.dumps({SUBKEY: 17.0}),
+        loads(lambda offers: rank_donors(dict.fromkeys(offers), 17.0)),
+        None,
+    ),
+    "token": (INVITATION.token.SerializeToString, token, type(INVITATION.token)),
+    "request of a token": (
+        lambda: MSGPackSerializer.dumps([INVITATION.token.SerializeToString(), 0]), show_token, None
+    ),
+    "answer with a token": (
+        lambda: MSGPackSerializer.dumps([INVITATION.token.SerializeToString(), LIST]), ask_for_token, None
+    ),
+    "revocations": (lambda: LIST, lambda content: Revocations.parse(content, AUTHORITY.get_public_key()), None),
+    "metadata of a state": (make_metadata, read_metadata, None),
+    "chunk of a state": (
+        lambda: averaging_pb2.DownloadData(
+            tensor_part={"size": [300], "dtype": "float32", "buffer": bytes(500)}
+        ).SerializeToString(),
+        assemble,
+        averaging_pb2.DownloadData,
+    ),
+    "tensor": (
+        lambda: make_answer().SerializeToString(),
+        wire(lambda message: check_tensor(message.tensor_part, spec_of(torch.ones(2, 1000)))),
+        averaging_pb2.DownloadData,
+    ),
+    "comparison": (
+        lambda: make_answer().SerializeToString(),
+        wire(lambda message: agrees(GROUPS, bytes(8), message)),
+        averaging_pb2.DownloadData,
+    ),
+    "request of a comparison": (
+        lambda: averaging_pb2.DownloadData(metadata=bytes(8)).SerializeToString(),
+        wire(lambda request: len(pack_elements(GROUPS, request).tensor_part.buffer)),
+        averaging_pb2.DownloadData,
+    ),
+    "peer ID": (PEER.to_bytes, PeerID, None),
+}  # fmt: skip
+
+
+# Larger messages
+
+
+def list_larger(content: bytes, kind: type[Message] | None) -> dict[str, bytes]:
+    """Return larger forms of a message: what was done -> bytes, at most LIMIT of them."""
+    larger = {
+        "one byte behind it": content + b"\0",
+        "as many as possible behind it": content + bytes(LIMIT - len(content)),
+        "repeated": content * (LIMIT // len(content)),
+        "many bytes before it": b"~" * (LIMIT - len(content)) + content,
+        "some bytes before it": b"~" * 50_000 + content,
+        "an unknown field": content + b"\xfa\x07\x80\x80\xe0\x01" + bytes(2**19 * 7),  # of 3.5 MiB
+    }
+    if kind is not None:
+        message = kind.FromString(content)
+        for field, _ in message.ListFields():
+            larger[field.name] = _inflate_field(kind.FromString(content), field)
+        return {name: changed for name, changed in larger.items() if changed is not None}
+    try:
+        value = MSGPackSerializer.loads(content)
+    except Exception:
+        return larger
+    for number in range(8):
+        if (changed := _inflate_value(value, [number])) is not None:
+            larger[f"value {number}"] = MSGPackSerializer.dumps(changed)
+    return larger
+
+
+def _inflate_field(message: Message, field) -> bytes | None:
+    """Repeat the values of a field, or its bytes; None for a number or a single message."""
+    value = getattr(message, field.name)
+    if field.is_repeated:
+        parts = list(value)
+        size = max(
+            2, parts[0].ByteSize() if field.message_type else len(parts[0]) if hasattr(parts[0], "__len__") else 5
+        )
+        value.extend(parts[:1] * ((LIMIT - message.ByteSize()) // (size + 4)))
+    elif isinstance(value, bytes | str):
+        setattr(message, field.name, value + (value[-1:] or b"x") * (LIMIT - message.ByteSize() - 10))
+    else:
+        return None
+    return message.SerializeToString()
+
+
+def _inflate_value(value: object, countdown: list[int]) -> object | None:
+    """Repeat one part of plain data, the one at which the countdown ends; None if it has fewer."""
+    countdown[0] -= 1
+    if countdown[0] < 0:
+        if isinstance(value, bytes | str | list):
+            return value * max(1, LIMIT // (2 * max(1, len(MSGPackSerializer.dumps(value)))))
+        if isinstance(value, dict):
+            part = next(iter(value.values()), 0)
+            count = LIMIT // (2 * (16 + len(MSGPackSerializer.dumps(part))))
+            return value | {f"{number:010d}": part for number in range(count)}
+        return [value] * (LIMIT // 10)
+    if isinstance(value, dict | list):
+        for key, child in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            if (changed := _inflate_value(child, countdown)) is not None:
+                copied = dict(value) if isinstance(value, dict) else list(value)
+                copied[key] = changed
+                return copied
+    return None
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_larger_messages_take_little_and_leave_little(name):
+    protocol()  # is made once
+    make, read, kind = PARSERS[name]
+    content = make()
+    assert bounded(read, content, refusals=()) is not None or name == "tensor", "the message is valid"
+    for change, larger in list_larger(content, kind).items():
+        assert len(larger) <= DEFAULT_MAX_MSG_SIZE
+        kept = len(pickle.dumps(bounded(read, larger, refusals=(Exception,))))
+        assert kept <= MAX_KEPT, f"{change}: {kept:,} bytes are kept"
