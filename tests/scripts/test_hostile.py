@@ -1,6 +1,7 @@
 """Attacks on a run of three unequal trainers: by outsiders with records and streams, and by members of its rounds."""
 
 import re
+import time
 
 import pytest
 from hivemind.utils.crypto import RSAPrivateKey
@@ -70,10 +71,17 @@ class Run:
             assert len(warnings) <= 12, warnings
         print(f"{attacker.log.stem}: {measured}")
 
+    def count_together(self, since: float) -> float:
+        """Return the fraction of the honest trainers' rounds since a time (`time.time`) that had all of them."""
+        honest = {trainer.address.rpartition("/")[2] for trainer in self.trainers}
+        rounds = [entry for name in PACES for entry in read_jsonl(self.scripts.folder / name / "rounds.jsonl")]
+        groups = [entry.get("group", ()) for entry in rounds if entry["time"] > since]
+        return sum(honest <= set(group) for group in groups) / len(groups)
+
 
 def start_outsider(run: Run, name: str) -> Script:
     script = run.scripts.start(OUTSIDERS[name], "albert", run.monitor.address, log=name)
-    script.wait_for("attacked 3 trainers")
+    script.wait_for("attacked [3-9] trainers")  # those that have been killed are in the DHT for a while
     script.peer_id = ""
     return script
 
@@ -86,11 +94,17 @@ def start_member(run: Run, name: str) -> Script:
 
 
 def attack(run: Run, name: str) -> None:
+    """Check that an attack costs the honest trainers less than a tenth of their samples, and a newcomer can join."""
     attacker = (start_outsider if name in OUTSIDERS else start_member)(run, name)
+    newcomer = None
     try:
         run.check(attacker)
+        newcomer = run.start_trainer(f"newcomer_{name}", pace=0.5)
+        newcomer.wait_for("Loaded the state of step #")
+        newcomer.wait_for(r"Averaged gradients with [3-5] peers")
     finally:
-        attacker.kill_all()
+        for script in filter(None, (attacker, newcomer)):
+            script.kill_all()
 
 
 @pytest.mark.early
@@ -109,6 +123,14 @@ def test_hostile_records_stop_neither_trainers_nor_monitor(scripts):
     assert [record["step"] for record in records] == list(range(1, len(records) + 1)), "none lost, false or repeated"
     assert all(5 < record["loss"] < 8 for record in records)
     assert list_checkpoints(scripts.folder / "monitor"), run.monitor.output
+
+
+@pytest.mark.early
+def test_join_requests_of_four_megabytes_stop_no_round(scripts):
+    """A leader sent them on to all members, in a message that none accepted. In half of the rounds, one was alone."""
+    run, since = Run(scripts), time.time()
+    attack(run, "flood_requests")
+    assert run.count_together(since) >= 0.8
 
 
 @pytest.mark.long

@@ -9,19 +9,25 @@ import functools
 import os
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
 from hivemind.compression import deserialize_torch_tensor, serialize_torch_tensor
+from hivemind.p2p.p2p_daemon_bindings.control import DEFAULT_MAX_MSG_SIZE
 from hivemind.proto import averaging_pb2
+from hivemind.utils import MSGPackSerializer
 
 from cotrain.averaging import optimizer
 from cotrain.averaging.accumulators import GradientAccumulator, UpdateAccumulator
 from cotrain.averaging.allreduce import AllReduce
 from cotrain.averaging.bounds import Bounds
-from cotrain.averaging.matchmaking import MAX_BANDWIDTH, Claims, StepMatchmaking, parse_claims
+from cotrain.averaging.coordinator import RoundCoordinator
+from cotrain.averaging.matchmaking import MAX_BANDWIDTH, Claims, StepMatchmaking, group_key, parse_claims
+from cotrain.averaging.progress import ProgressTracker
 from cotrain.averaging.progress_record import MAX_SAMPLES, PeerProgress
 from cotrain.averaging.state import TrainingStateAverager
+from cotrain.dht.clock import run_time
 from cotrain.training import session
 
 LARGE = 1e9
@@ -118,6 +124,59 @@ def malform_claims() -> None:
     wrap(Claims, "pack", lambda pack, self: random.choice([b"", b"\xc1", os.urandom(1000)]))
 
 
+async def count(stream) -> int:
+    return len([message async for message in stream])
+
+
+def flood_requests() -> None:
+    """Ask each peer to lead, with claims behind which there are 4 MB: no group can be told of them in one message."""
+    claims = MSGPackSerializer.dumps([100.0, 0.0, "x" * 43])
+
+    async def ask(self, leader) -> None:
+        while True:
+            key = group_key(self._prefix, self.finished_number + 1)
+            request = averaging_pb2.JoinRequest(
+                schema_hash=self.schema_hash, expiration=run_time() + 60, gather=claims, group_key=key
+            )
+            request.gather += bytes(DEFAULT_MAX_MSG_SIZE - request.ByteSize() - 4)
+            stub = self._servicer_type.get_stub(self._p2p, leader, namespace=self._prefix)
+            received = 0
+            with suppress(Exception):
+                received = await count(await stub.rpc_join_group(request))
+            await asyncio.sleep(1.0 if received == 1 else 0.02)  # one message: it was refused
+
+    async def look_for_group(self, step):
+        for leader in self.roster.keys() - asking.keys() - {self.peer_id}:
+            asking[leader] = asyncio.create_task(ask(self, leader))
+        await asyncio.sleep(600)
+
+    def update_roster(self) -> None:
+        steps = [progress.epoch for progress in self.tracker.other_trainers]
+        number = 1 + max(steps, default=0)  # for which the others look for a group now
+        self.averager.set_roster(self.tracker.roster(number), number - 1)
+
+    asking = {}
+    StepMatchmaking.look_for_group, RoundCoordinator.update_roster = look_for_group, update_roster
+    ProgressTracker._refresh_period = lambda self: 0.2
+
+
+def offer_false_statistics() -> None:
+    """Offer the true parameters, as of a later step than any other peer has, with statistics that move them far."""
+
+    def offer_false(copy_state, self):
+        metadata, tensors, infos = copy_state(self)
+        names = [None] * (len(tensors) - len(metadata["statistics"])) + metadata["statistics"]
+        values = {"exp_avg": 6e4, "exp_avg_sq": 0.0}
+        false = [
+            torch.full_like(tensor, values[name]) if name in values else tensor
+            for tensor, name in zip(tensors, names, strict=True)
+        ]
+        return metadata | {"epoch": metadata["epoch"] + 1}, false, infos
+
+    wrap(TrainingStateAverager, "copy_state", offer_false)
+    wrap(TrainingStateAverager, "offer", lambda offer, self, priority: offer(self, priority + 1))
+
+
 def offer_false_state() -> None:
     """Offer random parameters, as of a later step than any other peer has."""
 
@@ -141,6 +200,6 @@ ATTACKS = {
     attack.__name__: attack
     for attack in (
         send_nan, claim_everything, send_large, answer_two_faced, stay_silent, lead_nowhere, lead_apart,
-        malform_claims, offer_false_state, report_false_steps,
+        malform_claims, offer_false_state, report_false_steps, flood_requests, offer_false_statistics,
     )
 }  # fmt: skip

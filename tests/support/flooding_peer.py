@@ -1,7 +1,7 @@
 """Peer without a GPU that knows one address of a run and floods its peers with streams, until it is killed.
 
 It opens streams for groups that do not exist, requests to join groups, downloads that it does not read, and streams
-that announce 1 TiB and send some of it.
+that announce 1 TiB and send some of it. It asks for the same records thousands of times in one request.
 
 python tests/support/flooding_peer.py RUN_ID MULTIADDRESS
 """
@@ -16,9 +16,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from hivemind.dht import DHT, DHTNode
+from hivemind.dht import DHT, DHTID, DHTNode
 from hivemind.p2p import P2P, PeerID
-from hivemind.proto import averaging_pb2
+from hivemind.proto import averaging_pb2, dht_pb2
 from hivemind.utils import get_dht_time
 from hivemind.utils.asyncio import as_aiter
 from hivemind.utils.crypto import RSAPrivateKey
@@ -32,6 +32,7 @@ from cotrain.dht.run_records import make_validators
 
 NUM_PARTS, NUM_JOINS, NUM_DOWNLOADS = 50, 20, 20  # streams to each peer, again and again
 LAP = 3.0  # seconds
+NUM_FINDS, NUM_KEYS = 20, 50_000
 ANNOUNCED, SENT = 2**40, 64 * 2**20  # bytes
 
 
@@ -48,6 +49,14 @@ async def send_oversized(p2p: P2P, peer: PeerID, name: str) -> None:
         writer.write(bytes(2**20))
         await writer.drain()
     await reader.read(1)
+
+
+async def find_repeatedly(node: DHTNode, peer: PeerID, run_id: str) -> None:
+    keys = [DHTID.generate(f"{run_id}_metrics").to_bytes()] * NUM_KEYS
+    request = dht_pb2.FindRequest(keys=keys, peer=node.protocol.node_info)
+    for _ in range(NUM_FINDS):
+        with suppress(Exception):
+            await node.protocol.get_stub(peer).rpc_find(request, timeout=LAP)
 
 
 def list_calls(p2p: P2P, peer: PeerID, run_id: str) -> Iterator:
@@ -76,6 +85,7 @@ async def flood(_dht: DHT, node: DHTNode, run_id: str, own: bytes) -> None:
         with suppress(Exception):
             await asyncio.gather(*tasks, return_exceptions=True)
         tasks = {asyncio.create_task(call) for peer in peers for call in list_calls(node.p2p, peer, run_id)}
+        tasks |= {asyncio.create_task(find_repeatedly(node, peer, run_id)) for peer in peers}
         print(f"attacked {len(peers)} trainers", flush=True)
         await asyncio.sleep(LAP)
 
