@@ -134,6 +134,7 @@ def test_join_requests_of_four_megabytes_stop_no_round(scripts):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("is_invited", [False, True], ids=["open", "invited"])
 def test_no_attack_stops_the_honest_trainers(scripts, is_invited):
     run = Run(scripts, RSAPrivateKey() if is_invited else None)
