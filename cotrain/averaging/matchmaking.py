@@ -178,9 +178,9 @@ class StepMatchmaking(Matchmaking):
 
     def set_roster(self, entries: Iterable[RosterEntry]) -> None:
         """Replace the peers that may take part in the next round, including this peer."""
+        now, before = time.monotonic(), self.roster
         self.roster = {entry.peer_id: entry for entry in entries}
-        now = time.monotonic()
-        self._known |= dict.fromkeys(self.roster, now)
+        self._known |= dict.fromkeys([*before, *self.roster], now)
         self._known = {peer_id: seen for peer_id, seen in self._known.items() if now < seen + KNOWN_SECONDS}
         self._absences = Counter({peer_id: n for peer_id, n in self._absences.items() if peer_id in self._known})
         self._changed.set()
