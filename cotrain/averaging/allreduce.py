@@ -26,7 +26,7 @@ from hivemind.compression import CompressionBase, CompressionInfo, TensorRole, d
 from hivemind.p2p import P2P, P2PContext, PeerID, ServicerBase
 from hivemind.proto import averaging_pb2, runtime_pb2
 from hivemind.utils import get_logger
-from hivemind.utils.asyncio import achain, amap_in_executor, as_aiter
+from hivemind.utils.asyncio import amap_in_executor
 
 from cotrain.averaging.bounds import (
     ANSWERED_FACTOR,
@@ -244,7 +244,11 @@ class AllReduce:
             logger.debug(f"{peer_id} did not send all averages: {error!r}")
 
     async def _outgoing(self, peer_id: PeerID) -> AsyncIterator[averaging_pb2.AveragingData]:
-        """Compress this peer's values for a reducer. The number of a part is in the field `chunks`."""
+        """Compress this peer's values for a reducer. The number of a part is in the field `chunks`.
+
+        The first message has none: on a slow link the reducer knows of its sender before the first part has arrived.
+        """
+        yield averaging_pb2.AveragingData(code=averaging_pb2.PART_FOR_AVERAGING, group_id=self.group_id)
         parts = self._parts[peer_id]
 
         def compress(index: int) -> averaging_pb2.AveragingData:
@@ -328,14 +332,14 @@ class AllReduce:
         self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
     ) -> AsyncIterator[averaging_pb2.AveragingData]:
         """Receive a member's values, and answer with the averages."""
-        sender, request = context.remote_id, await anext(stream)
+        sender, _ = context.remote_id, await anext(stream)
         if sender not in self._others or self.reducer.has_started(sender):
             yield averaging_pb2.AveragingData(code=averaging_pb2.PROTOCOL_VIOLATION)
             return
         self.reducer.start(sender)
         loop, parts = asyncio.get_running_loop(), self.reducer.parts
         arrived: dict[int, runtime_pb2.Tensor] = {}  # parts of parameters
-        reader = asyncio.create_task(self._read(sender, achain(as_aiter(request), stream), arrived))
+        reader = asyncio.create_task(self._read(sender, stream, arrived))
         self.delivery.failed += 1
         try:
             for index, part in self._answers_for(sender, parts):

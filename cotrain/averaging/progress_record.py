@@ -14,7 +14,7 @@ from typing import TypeVar
 from cotrain.averaging.history import Marks, Position, parse_marks
 from cotrain.dht.metrics_schema import MAX_STEP
 
-PROTOCOL = 10  # version of rounds and progress reports; peers of different versions do not average
+PROTOCOL = 11  # version of rounds and progress reports; peers of different versions do not average
 MAX_SAMPLES, MAX_TIME = 10**9 - 1, 1e12  # bounds on what peers report
 MAX_DISTANCE = 1e6  # updates; a claim
 MAX_SCHEMA = 200  # characters

@@ -443,7 +443,13 @@ def fill(value: float) -> Callable[[averaging_pb2.AveragingData], None]:
 
 
 def of_kind(code: int, change: Callable, sender: int = 2) -> Callable[[int, averaging_pb2.AveragingData], None]:
-    return lambda by, message: change(message) if by == sender and message.code == code else None
+    """Return what changes those messages of a sender that have a part."""
+
+    def alter(by: int, message: averaging_pb2.AveragingData) -> None:
+        if by == sender and message.code == code and message.tensor_part.buffer:
+            change(message)
+
+    return alter
 
 
 def average_with(alter: Callable, monkeypatch) -> tuple[Group, set]:

@@ -292,7 +292,7 @@ def test_tensors(draw):
         assert restored.shape == tensor.shape and str(restored.dtype) == f"torch.{message.dtype}"
         assert not restored.requires_grad
         info = CompressionInfo.from_tensor(restored, role=draw(st.sampled_from([GRADIENT, PARAMETER])))
-        bounds = Bounds(64.0, draw(st.sampled_from([0.0, 1.0])), draw(st.sampled_from([None, 0.01])))
+        bounds = Bounds(64.0, parameter_step=draw(st.sampled_from([0.01, 1.0])))
         part = restored.float() * draw(st.sampled_from([1.0, 1e15, 1e30]))
         weight = float(draw(st.sampled_from(NUMBERS)))
         clipped = bounded(bounds.clip, info, part, torch.zeros_like(part), weight, refusals=(ViolationError,))
