@@ -12,8 +12,9 @@ median of the times that they state. Its performance is its samples by the secon
 was alive at a step if it has reported this one or an earlier one, and this one or a later one.
 
 **Complete steps.** A step is reported, in ascending order, once half of the peers that take part have reported it or a
-later one, and the others have done so, too, or had `settle_time` to follow. Steps more than `MAX_SPREAD` ahead of the
-slower half wait. A peer that left after an unreported step still counts: the last one may never take that step.
+later one, and the others have done so, too, or had `settle_time` to follow. One that contributes to it, as its heartbeat
+says, has `late_time`: it reports the step after its local step. Steps more than `MAX_SPREAD` ahead of the slower half
+wait. A peer that left after an unreported step still counts: the last one may never take that step.
 
 **Going back.** A run that lost all its trainers continues from a checkpoint and repeats the steps since then. Peers
 with a step behind the reported one that have contributed to no report are newcomers. Once there are only newcomers,
@@ -75,6 +76,7 @@ class TrackedPeer:
     last_alive: float = -math.inf
     has_left: bool = False  # by a goodbye
     heartbeat: PeerProgress | None = None
+    begun: int = -1  # the newest step that it contributes to, by its heartbeat
     newest: PeerStep | None = None
     first_step: float = math.inf  # the earliest one that it has reported
     pending: dict[int, PeerStep] = field(default_factory=dict)  # its steps that no report contains
@@ -98,6 +100,7 @@ class MetricsAggregator:
     last_reported_step: int = -1  # before a restart, -1 if none
     alive_timeout: float = 120.0  # seconds without a sign of life after which a peer counts as gone
     settle_time: float = 30.0  # seconds to wait for stragglers
+    late_time: float = 120.0  # the same, for those that have contributed
     target_batch_size: int = 4096  # samples per global step, which bound the weight of one peer
     schema: type[LocalMetrics] = LocalMetrics
 
@@ -163,6 +166,8 @@ class MetricsAggregator:
         # Without a previous heartbeat this one may be that of a peer that has died.
         peer.last_alive = max(peer.last_alive, self._now if peer.heartbeat else min(heartbeat.reported_at, self._now))
         peer.heartbeat, peer.has_left = heartbeat, False
+        if heartbeat.contributed > 0:
+            peer.begun = heartbeat.epoch
 
     def _record_newest(self, peer: TrackedPeer, record: PeerStep, is_life_sign: bool) -> None:
         if peer.newest and (record == peer.newest or record.expires < peer.newest.expires):
@@ -177,6 +182,11 @@ class MetricsAggregator:
             peer.done = min(record.step - 1, self.last_reported_step)
             peer.is_newcomer = record.step < self.last_reported_step
         peer.newest = record
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether half of the peers have reported a step that the others are waited for."""
+        return bool(self._reached)
 
     # Live peers and votes
 
@@ -232,10 +242,12 @@ class MetricsAggregator:
         complete = self.last_reported_step
         for step in pending:
             near = step <= complete + (MAX_JUMP if complete >= 0 else MAX_SPREAD)  # a run begins at step 0 or 1
-            settled = self._now - self._reached[step] >= self.settle_time
+            is_owed = any(peer.reported_step < step <= peer.begun for peer in taking_part)
+            settled = self._now - self._reached[step] >= (self.late_time if is_owed else self.settle_time)
             if settled or (near and step <= all_there):
                 complete = step
         reports = [self._report(step) for step in pending if step <= complete]
+        self._reached = {step: since for step, since in self._reached.items() if step > complete}
         for peer in self._peers.values():
             if reports and not peer.is_newcomer:
                 peer.done = max(peer.done, complete)

@@ -114,10 +114,12 @@ class CheckpointKeeper:
 
     def save_newest(self, step: int, seconds: float) -> None:
         """Save a state that a trainer still offers, if it is newer than the saved one. Wait at most `seconds`."""
-        self._reported_step = step
+        self._reported_step, deadline = step, time.monotonic() + seconds
+        if self._pending is not None:
+            wait([self._pending], seconds)
         if step > self.saved_step or self._has_gone_back:
             self._pending = self._executor.submit(self._save, max(1, self.saved_step + 1), step + MAX_LEAD)
-            wait([self._pending], seconds)
+            wait([self._pending], deadline - time.monotonic())
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
@@ -177,7 +179,7 @@ class TrainingMonitor:
         """
         deadline = quiet_at = time.monotonic() + END_SECONDS
         self.aggregator.settle_time, seen = 0.0, None
-        while time.monotonic() < min(deadline, quiet_at):
+        while (now := time.monotonic()) < deadline and (now < quiet_at or self.aggregator.is_waiting):
             self.refresh(downloads=False)
             if seen is None and self.keeper is not None and self.aggregator.live_peers:
                 self.keeper.save_newest(self.aggregator.last_reported_step, END_SECONDS / 2)
@@ -185,6 +187,8 @@ class TrainingMonitor:
             if state != seen:
                 seen, quiet_at = state, time.monotonic() + QUIET_SECONDS
             time.sleep(0.5)
+        self.aggregator.late_time = 0.0
+        self.refresh(downloads=False)
         self._show_leaderboard(self.contributors.step, interval=1)
         step, saved = self.aggregator.last_reported_step, -1 if self.keeper is None else self.keeper.saved_step
         newest = f"at step #{step}" if step >= 0 else "before the first step"

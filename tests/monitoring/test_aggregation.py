@@ -126,6 +126,23 @@ def test_peer_without_metrics_yet_counts_with_its_heartbeat():
     assert len(aggregator.live_peers) == 3 and (report.alive_peers, report.contributors) == (2, 2)
 
 
+@pytest.mark.parametrize(("late", "counts"), [(60.0, True), (110.0, True), (130.0, False)])
+def test_contribution_of_a_slow_trainer_is_waited_for(late, counts):
+    """It reports a step at the end of its local step, which takes longer than `settle_time`."""
+    aggregator = make_aggregator()
+    metrics = {b"a": metric(1), b"b": metric(1), b"slow": metric(1)}
+    aggregator.update(START, metrics, {}, {peer: heartbeat(START, 1) for peer in metrics})
+    found = []
+    for second in range(5, 200, 5):
+        now = START + second
+        progress = {peer: heartbeat(now, 2, contributed=32) for peer in metrics} | {b"none": heartbeat(now, 2)}
+        view = metrics | {b"a": metric(2), b"b": metric(2)} | ({b"slow": metric(2)} if second >= late else {})
+        found += [(second, report) for report in aggregator.update(now, view, {}, progress)]
+        assert aggregator.is_waiting == (not found)
+    ((second, report),) = found
+    assert (second, report.contributors, report.samples) == ((late, 3, 96) if counts else (125, 2, 64))
+
+
 def test_values_of_a_step_are_those_of_the_step_whenever_it_is_read():
     """Three peers: one leaves after step 2, one joins at step 3, the clock of the third is an hour ahead."""
     ends = {1: 10.0, 2: 14.0, 3: 34.0, 4: 36.0}  # seconds after the start

@@ -1,6 +1,7 @@
 """The records that trainers publish and the monitor reads."""
 
 import json
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from unittest.mock import ANY, Mock
@@ -241,6 +242,23 @@ def test_last_report_has_all_steps(tmp_path, stored, monkeypatch, caplog, leaves
     assert clock.now < 12 and f"The monitor has stopped at step #{newest}" in caplog.messages
 
 
+@pytest.mark.parametrize(("told_at", "contributors"), [(11.0, 2), (None, 1)])
+def test_last_report_waits_for_a_slow_trainer(tmp_path, stored, monkeypatch, told_at, contributors):
+    """It reports its last step at the end of its local step, if it comes to that."""
+    monitor = make_monitor(tmp_path, Reporters(tmp_path, "run"), MetricsAggregator(settle_time=30.0))
+    publish(stored, 3, "one", "slow")
+    monitor.refresh()
+    publish(stored, 4, gone=("one",))
+    begun = heartbeat(run_time() + 1, 4, contributed=32)
+    stored["run_training_progress"]["slow"] = ValueWithExpiration(begun, run_time() + 600)
+    clock = SimulatedTime({} if told_at is None else {told_at: lambda: publish(stored, 4, gone=("slow",))})
+    monkeypatch.setattr(monitor_module, "time", clock)
+    monitor.finish()
+    records = read_jsonl(tmp_path / "metrics.jsonl")
+    assert [record["step"] for record in records] == [1, 2, 3, 4] and records[-1]["contributors"] == contributors
+    assert clock.now <= (told_at or monitor_module.END_SECONDS) + 4
+
+
 @pytest.mark.parametrize(("saved", "offered", "expected"), [(3, True, 5), (5, True, 5), (3, False, 3)])
 def test_last_checkpoint_is_that_of_the_newest_state(tmp_path, stored, monkeypatch, caplog, saved, offered, expected):
     caplog.set_level("INFO")
@@ -257,6 +275,23 @@ def test_last_checkpoint_is_that_of_the_newest_state(tmp_path, stored, monkeypat
     monitor.finish()
     keeper.close()
     assert caplog.messages[-1] == f"The monitor has stopped at step #5; the newest checkpoint is checkpoint-{expected}"
+
+
+def test_last_checkpoint_is_saved_once(tmp_path, caplog):
+    """The monitor is stopped while it saves the newest state."""
+    caplog.set_level("INFO")
+    begun, goes_on = threading.Event(), threading.Event()
+    averager = FakeAverager(step=5)
+    download = averager.download_state
+    averager.download_state = lambda min_epoch: (begun.set(), goes_on.wait(60), download(min_epoch))[-1]
+    args = TrainingMonitorArguments(output_dir=str(tmp_path))
+    keeper = CheckpointKeeper(averager, Task(), torch.nn.Linear(2, 2), "run", args)
+    keeper.update(5, trainers_are_leaving=False)
+    assert begun.wait(60)
+    threading.Timer(0.2, goes_on.set).start()
+    keeper.save_newest(5, seconds=60)
+    keeper.close()
+    assert [message for message in caplog.messages if "ave" in message] == [f"Saved {tmp_path / 'checkpoint-5'}"]
 
 
 def test_last_leaderboard_and_the_samples_in_all_are_told(tmp_path, stored, make_trainer, monkeypatch, caplog):
