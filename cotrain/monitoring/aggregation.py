@@ -14,7 +14,8 @@ was alive at a step if it has reported this one or an earlier one, and this one 
 **Complete steps.** A step is reported, in ascending order, once half of the peers that take part have reported it or a
 later one, and the others have done so, too, or had `settle_time` to follow. One that contributes to it, as its heartbeat
 says, has `late_time`: it reports the step after its local step. Steps more than `MAX_SPREAD` ahead of the slower half
-wait. A peer that left after an unreported step still counts: the last one may never take that step.
+wait. A peer that left after an unreported step still counts: the last one may never take that step. What a peer reports
+of a step after that, also because the network was divided, is `late`: its samples count, but in no report.
 
 **Going back.** A run that lost all its trainers continues from a checkpoint and repeats the steps since then. Peers
 with a step behind the reported one that have contributed to no report are newcomers. Once there are only newcomers,
@@ -80,7 +81,7 @@ class TrackedPeer:
     newest: PeerStep | None = None
     first_step: float = math.inf  # the earliest one that it has reported
     pending: dict[int, PeerStep] = field(default_factory=dict)  # its steps that no report contains
-    done: int = -1  # its steps up to this one are in a report, or are not to be reported
+    done: int = -1  # its steps up to this one are counted, or are not to be
     is_newcomer: bool = True  # until it contributes to a report; again once its step goes back
 
     @property
@@ -107,6 +108,8 @@ class MetricsAggregator:
     def __post_init__(self):
         self.live_peers: list[TrackedPeer] = []  # in the newest update
         self.contributors: set[Hashable] = set()  # the peers in the newest report
+        self.late: list[PeerStep] = []  # found in the newest update, of steps that were reported without them
+        self._first_step = self.last_reported_step  # those up to it were counted before a restart
         self._peers: dict[Hashable, TrackedPeer] = {}
         self._reached: dict[int, float] = {}  # pending step -> when half of the peers had first reached it
         self._now = -math.inf
@@ -130,6 +133,7 @@ class MetricsAggregator:
         self.live_peers = [peer for peer in self._peers.values() if self._is_alive(peer)]
         self._go_back_if_outvoted()
         reports = self._take_complete()
+        self.late = [record for peer in self._peers.values() for record in self._take_late(peer)]
         oldest = self._now - 2 * self.alive_timeout
         kept = [peer for peer in self._peers.values() if self._is_alive(peer) or peer.present >= oldest]
         self._peers = {peer.key: peer for peer in kept}
@@ -214,6 +218,7 @@ class MetricsAggregator:
         if not has_ended and self._now - self._outvoted_since < self.settle_time:
             return
         self.last_reported_step = statistics.median_low(first_steps) - 1
+        self._first_step = min(self._first_step, self.last_reported_step)
         self._outvoted_since, self._is_doubtful = None, False
         for peer in self._peers.values():
             if peer not in voters:  # its unreported steps are not of this run
@@ -248,11 +253,17 @@ class MetricsAggregator:
                 complete = step
         reports = [self._report(step) for step in pending if step <= complete]
         self._reached = {step: since for step, since in self._reached.items() if step > complete}
-        for peer in self._peers.values():
-            if reports and not peer.is_newcomer:
-                peer.done = max(peer.done, complete)
-                peer.pending = {step: record for step, record in peer.pending.items() if step > complete}
         return reports
+
+    def _take_late(self, peer: TrackedPeer) -> list[PeerStep]:
+        steps = [] if peer.is_newcomer else sorted(step for step in peer.pending if step <= self.last_reported_step)
+        late = [self._take(peer, step) for step in steps]
+        return [record for record in late if record.step > self._first_step]
+
+    def _take(self, peer: TrackedPeer, step: int) -> PeerStep:
+        """Take a record of a peer, with its samples bounded."""
+        peer.is_newcomer, peer.done, own = False, max(peer.done, step), peer.pending.pop(step)
+        return own._replace(samples_accumulated=min(own.samples_accumulated, MAX_OVERSHOOT * self.target_batch_size))
 
     def _report(self, step: int) -> StepReport:
         contributors = [peer for peer in self._peers.values() if step in peer.pending]
@@ -262,10 +273,7 @@ class MetricsAggregator:
             self._is_doubtful = True
         self.last_reported_step, self._last_report_time = step, self._now
         self.contributors = {peer.key for peer in contributors}
-        contributions, bound = [], MAX_OVERSHOOT * self.target_batch_size
-        for peer in contributors:
-            peer.is_newcomer, own = False, peer.pending[step]
-            contributions.append(own._replace(samples_accumulated=min(own.samples_accumulated, bound)))
+        contributions = [self._take(peer, step) for peer in contributors]
         values = {
             metric.name: _combine(metric, contributions)
             for metric in describe_metrics(self.schema)

@@ -5,13 +5,14 @@ the peer ID beside a name tells peers apart.
 """
 
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cotrain.common.json_file import JsonFile
 from cotrain.common.names import label, short
 from cotrain.monitoring.aggregation import StepReport
+from cotrain.monitoring.parsing import PeerStep
 
 MAX_CONTRIBUTORS = 5000  # a key pair costs nothing; 5000 are half a megabyte
 MAX_NAME_LENGTH = 64
@@ -73,10 +74,12 @@ class Contributors:
 
     def add(self, report: StepReport) -> None:
         """Add the contributions of a step, unless it or a later one was counted before a restart."""
-        if report.step <= self._loaded_step:
-            return
-        self.step = report.step
-        for contribution in report.contributions:
+        if report.step > self._loaded_step:
+            self.step = report.step
+            self.count(report.contributions)
+
+    def count(self, contributions: Iterable[PeerStep]) -> None:
+        for contribution in contributions:
             if contribution.samples_accumulated > 0:
                 peer_id = str(contribution.peer)
                 new = Contributor(peer_id, self._names.get(peer_id, ""))

@@ -218,7 +218,11 @@ class TrainingMonitor:
             self.contributors.add(report)
             self.reporter.report(report, rounds)
             self._show_leaderboard(report.step, self.args.save_checkpoint_step_interval)
-        if reports:
+        for late in self.aggregator.late:
+            name = self.contributors.find_name(late.peer)
+            logger.info(f"Step #{late.step}: {late.samples_accumulated} more samples of {name}, reported late")
+        self.contributors.count(self.aggregator.late)
+        if reports or self.aggregator.late:
             self.contributors.save()
 
     def _show_leaderboard(self, step: int, interval: int) -> None:

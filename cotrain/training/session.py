@@ -198,18 +198,18 @@ class TrainingSession:
         if mini_steps:
             logger.info(f"Local loss: {loss / mini_steps:.5f}")
             self.status.record_loss(loss / mini_steps)
-        if self.optimizer.is_synchronized_with_peers():
-            values = {"samples_accumulated": record.samples, "loss": loss, "mini_steps": mini_steps}
-            values |= {"step": record.step, "samples_per_second": samples_per_second, "time": record.time}
-            self.publish(LocalMetrics(**values))
-            self.publish_rounds()
-            self.introduce(leaving=False)  # the record expires, and a restarted monitor needs our name
+        values = {"samples_accumulated": record.samples, "loss": loss, "mini_steps": mini_steps}
+        values |= {"step": record.step, "samples_per_second": samples_per_second, "time": record.time}
+        self.publish(LocalMetrics(**values))
+        self.publish_rounds()
+        self.introduce(leaving=False)  # the record expires, and a restarted monitor needs our name
 
     def publish(self, metrics: LocalMetrics) -> None:
         """Publish signed records: the metrics of the newest step, and a history for monitors that missed steps."""
         self.history.append(metrics)
-        self._store("metrics", metrics.dict(exclude={"time"}))  # the record of hivemind's example
+        # First the history: a monitor that finds the newest step then finds those before it, too.
         self._store("history", [entry.to_row() for entry in self.history])
+        self._store("metrics", metrics.dict(exclude={"time"}))  # the record of hivemind's example
 
     def _store(self, name: str, value: object) -> None:
         key = f"{self.args.run_id}_{name}"

@@ -143,6 +143,32 @@ def test_contribution_of_a_slow_trainer_is_waited_for(late, counts):
     assert (second, report.contributors, report.samples) == ((late, 3, 96) if counts else (125, 2, 64))
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+def test_steps_that_a_peer_took_alone_count_once_when_they_are_found(restarts):
+    """Its line failed for two steps. The monitor restarts before, and finds it only after the first report."""
+    aggregator, peers = make_aggregator(last_reported_step=0), (b"a", b"b", b"alone")
+    for second, step in ((0, 1), (5, 2)):
+        metrics = {peer: metric(step) for peer in peers}
+        beats = {peer: heartbeat(START + second, step) for peer in peers}
+        aggregator.update(START + second, metrics, {}, beats)
+    if restarts:
+        aggregator = make_aggregator(last_reported_step=2)
+        metrics, beats = ({peer: part[peer] for peer in (b"a", b"b")} for part in (metrics, beats))
+    for second, step in ((100, 3), (105, 4)):
+        metrics |= {b"a": metric(step), b"b": metric(step)}
+        beats |= {peer: heartbeat(START + second, step) for peer in (b"a", b"b")}
+        assert steps_of(aggregator.update(START + second, metrics, {}, beats)) == [step] and not aggregator.late
+    history = {b"alone": entries(*(metric(step, samples=100 * step) for step in range(1, 6)))}
+    metrics |= {peer: metric(5, samples=500) for peer in peers}
+    beats |= {peer: heartbeat(START + 110, 5) for peer in peers}
+    (report,) = aggregator.update(START + 110, metrics, history, beats)
+    assert (report.step, report.contributors) == (5, 3)
+    assert [(late.peer, late.step, late.samples_accumulated) for late in aggregator.late] == [
+        (b"alone", 3, 300), (b"alone", 4, 400)
+    ]  # fmt: skip
+    assert not aggregator.update(START + 115, metrics, history, beats) and not aggregator.late
+
+
 def test_values_of_a_step_are_those_of_the_step_whenever_it_is_read():
     """Three peers: one leaves after step 2, one joins at step 3, the clock of the third is an hour ahead."""
     ends = {1: 10.0, 2: 14.0, 3: 34.0, 4: 36.0}  # seconds after the start

@@ -51,7 +51,6 @@ def make_trainer(tmp_path):
         session = make_session(tmp_path / key.decode(), offered=None)
         session.peer = SimpleNamespace(dht=None, public_key=key)
         session.optimizer.local_progress = SimpleNamespace(samples_per_second=1.0)
-        session.optimizer.is_synchronized_with_peers = lambda: True
         return session
 
     return make_trainer
@@ -176,6 +175,18 @@ def test_monitor_shows_the_leaderboard_as_often_as_it_saves_checkpoints(tmp_path
     ]
     assert caplog.text.count("Contributors, by samples: al i/<c>e") == 2
     assert json.loads((tmp_path / "contributors.json").read_text(encoding="utf-8"))["contributors"][0]["samples"] == 32
+
+
+def test_samples_that_are_reported_late_are_on_the_leaderboard(tmp_path, stored, caplog):
+    caplog.set_level("INFO")
+    monitor = make_monitor(tmp_path, Reporters(tmp_path, "run"), MetricsAggregator(settle_time=0.0))
+    for step in (1, 2, 3):
+        publish(stored, step, *(("one", "late") if step != 2 else ("one",)))
+        monitor.refresh()
+    assert [leader.samples for leader in monitor.contributors.top(2)] == [3 * 32, 3 * 32]
+    assert caplog.messages.count("Step #2: 32 more samples of anonymous (late), reported late") == 1
+    saved = json.loads((tmp_path / "contributors.json").read_text(encoding="utf-8"))["contributors"]
+    assert [row["samples"] for row in saved] == [3 * 32, 3 * 32]
 
 
 def test_repeated_steps_get_a_second_line(tmp_path, stored, caplog):

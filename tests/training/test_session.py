@@ -42,7 +42,6 @@ def session(tmp_path, monkeypatch) -> Iterator[TrainingSession]:
     session.published, session.steps = [], []
     monkeypatch.setattr(session, "publish", session.published.append)
     optimizer = session.optimizer
-    optimizer.is_synchronized_with_peers = lambda: True
     optimizer.local_progress = SimpleNamespace(samples_per_second=1.0)
     optimizer.pop_records = lambda: [session.steps.pop(0) for _ in range(len(session.steps))]
     optimizer.finish_pending_update = optimizer.stop_averaging = lambda: None
