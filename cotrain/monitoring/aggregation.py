@@ -12,10 +12,10 @@ median of the times that they state. Its performance is its samples by the secon
 was alive at a step if it has reported this one or an earlier one, and this one or a later one.
 
 **Complete steps.** A step is reported, in ascending order, once half of the peers that take part have reported it or a
-later one, and the others have done so, too, or had `settle_time` to follow. One that contributes to it, as its heartbeat
-says, has `late_time`: it reports the step after its local step. Steps more than `MAX_SPREAD` ahead of the slower half
-wait. A peer that left after an unreported step still counts: the last one may never take that step. What a peer reports
-of a step after that, also because the network was divided, is `late`: its samples count, but in no report.
+later one, and the others have done so, too, or had `settle_time` to follow. A peer that contributes to it, as its
+heartbeat says, has `late_time`: it reports the step after its local step. Steps more than `MAX_SPREAD` ahead of the
+slower half wait. A peer that left after an unreported step still counts: the last one may never take that step. What a
+peer reports of a step after that, also because the network was divided, is `late`: it counts, but in no report.
 
 **Going back.** A run that lost all its trainers continues from a checkpoint and repeats the steps since then. Peers
 with a step behind the reported one that have contributed to no report are newcomers. Once there are only newcomers,
