@@ -33,6 +33,7 @@ from cotrain.dht.run_records import get_records
 from cotrain.peer.addresses import find_tcp_endpoint, peer_id_in
 from cotrain.peer.peer import Peer, open_peer
 from cotrain.peer.run_config import adopt_run_config
+from cotrain.peer.tunnel import open_tunnel
 from cotrain.training.hf_trainer import autocast_dtype
 from cotrain.training.optimizer import open_observer
 from cotrain.training.workload import Workload, load_workload
@@ -96,21 +97,22 @@ def check_all(command_line: CommandLine, stop: StopSignal) -> Iterator[Finding]:
     try:
         args = TrainerArguments(*adopt_run_config(command_line, stop))
         peer_args = args.collaboration
-        work = load_workload(args)
-        size = work.num_parameters()
-        text = f"{len(work.samples):,} samples; model of {size / 1e6:,.1f} million parameters"
-        yield Finding("data and model", text)
-        yield from check_memories(size, work.device, args.training.local_updates)
-        with open_peer(peer_args, Path(args.training.output_dir), peer_args.client_mode, stop) as peer:
-            yield Finding("joining", f"this peer is in run {peer_args.run_id}")
-            for peer_id in map(peer_id_in, initial_peers):
-                yield attempt(str(peer_id), partial(check_peer, peer.dht, peer_id, peer_args.client_mode))
-            for size in sorted({1, args.training.per_device_train_batch_size}):
-                yield (finding := attempt("device", partial(measure_device, work, args.training, size, stop)))
-                if finding.advice:
-                    break
-            yield attempt("state", partial(measure_download, work.model, peer, args))
-            yield check_rounds(peer.dht, work.num_parameters(only_trainable=True), peer_args)
+        with open_tunnel(peer_args):  # a wrong token is found before anything is downloaded
+            work = load_workload(args)
+            size = work.num_parameters()
+            text = f"{len(work.samples):,} samples; model of {size / 1e6:,.1f} million parameters"
+            yield Finding("data and model", text)
+            yield from check_memories(size, work.device, args.training.local_updates)
+            with open_peer(peer_args, Path(args.training.output_dir), peer_args.client_mode, stop) as peer:
+                yield Finding("joining", f"this peer is in run {peer_args.run_id}")
+                for peer_id in map(peer_id_in, initial_peers):
+                    yield attempt(str(peer_id), partial(check_peer, peer.dht, peer_id, peer_args.client_mode))
+                for size in sorted({1, args.training.per_device_train_batch_size}):
+                    yield (finding := attempt("device", partial(measure_device, work, args.training, size, stop)))
+                    if finding.advice:
+                        break
+                yield attempt("state", partial(measure_download, work.model, peer, args))
+                yield check_rounds(peer.dht, work.num_parameters(only_trainable=True), peer_args)
     except UserError as error:
         yield explain("joining", error)
 
