@@ -107,60 +107,47 @@ ARGUMENTS = (TrainingMonitorArguments, RunArguments, BaseTrainingArguments)
 
 
 def main() -> None:
-    with StopSignal(grace=32.0) as stop:  # of which the last report takes 20 at most
+    with StopSignal(grace=32.0) as stop, ExitStack() as stack:  # the last report takes 20 seconds of these at most
         line = parse_command_line(ARGUMENTS, __doc__)
         ignore_launcher()
         guard_children()
-        # Seconds of imports, which --help and usage errors do not need.
-        from cotrain.peer.run_config import find_run_config
+        # These imports take seconds, which --help and usage errors do not need.
+        from cotrain.common.logs import setup_logging
+        from cotrain.common.run_folder import claim_folder
+        from cotrain.monitoring.advice import Adviser
+        from cotrain.monitoring.aggregation import MetricsAggregator
+        from cotrain.monitoring.contributors import Contributors
+        from cotrain.monitoring.hub_upload import HubUploader, check_repo, require_token
+        from cotrain.monitoring.model_card import CardMetadata
+        from cotrain.monitoring.monitor import CheckpointKeeper, TrainingMonitor
+        from cotrain.monitoring.reporters import Reporters
+        from cotrain.monitoring.samples import open_completer, report_samples
+        from cotrain.peer import addresses
+        from cotrain.peer.peer import open_peer, supervise
+        from cotrain.peer.run_config import RunConfig, RunConfigRelay, find_run_config
         from cotrain.peer.tunnel import open_tunnel
+        from cotrain.tasks.loading import build_model, load_task
+        from cotrain.training.optimizer import open_observer
 
-        found = find_run_config(line, stop, is_monitor=True)
-        _, _, peer_args = found[0]
-        with open_tunnel(peer_args):
-            monitor(*found, line.values, stop)
+        arguments, config, is_organiser, is_alone = find_run_config(line, stop, is_monitor=True)
+        args, run_args, peer_args = arguments
+        setup_logging(peer_args.debug)
+        output_dir, run_id = Path(args.output_dir), peer_args.run_id
+        stated = {**line.values, **({} if run_args.task is None else {"task_sha256": run_args.task_sha256})}
+        stack.enter_context(open_tunnel(peer_args))
+        if args.store_checkpoints:
+            task = load_task(run_args)
+            model = build_model(task, run_id)
+        if args.sample_text:
+            completer = open_completer(task, model, args.sample_text)
+        if args.repo_id is not None:
+            card_metadata = CardMetadata(args.repo_id, run_id, task, args.license, args.language)
+            check_repo(card_metadata, args.private_repo)
+        if args.space_id is not None:
+            require_token("--space_id")
+        if args.use_google_dns:
+            addresses.announce_public_ip(peer_args, args.public_ip_service)
 
-
-def monitor(
-    arguments: tuple, config, is_organiser: bool, is_alone: bool, stated: dict[str, object], stop: StopSignal
-) -> None:
-    """Run the monitor. `find_run_config` returns the first four; `stated`: flags of the command line -> values."""
-    # Seconds of imports, which --help and a wrong flag need not wait for.
-    from cotrain.common.logs import setup_logging
-    from cotrain.common.run_folder import claim_folder
-    from cotrain.monitoring.advice import Adviser
-    from cotrain.monitoring.aggregation import MetricsAggregator
-    from cotrain.monitoring.contributors import Contributors
-    from cotrain.monitoring.hub_upload import HubUploader, check_repo, require_token
-    from cotrain.monitoring.model_card import CardMetadata
-    from cotrain.monitoring.monitor import CheckpointKeeper, TrainingMonitor
-    from cotrain.monitoring.reporters import Reporters
-    from cotrain.monitoring.samples import open_completer, report_samples
-    from cotrain.peer.addresses import announce_public_ip, choose_internet_maddrs, choose_maddrs, log_visible_maddrs
-    from cotrain.peer.peer import open_peer, supervise
-    from cotrain.peer.run_config import RunConfig, RunConfigRelay
-    from cotrain.tasks.loading import build_model, load_task
-    from cotrain.training.optimizer import open_observer
-
-    args, run_args, peer_args = arguments
-    setup_logging(peer_args.debug)
-    output_dir, run_id = Path(args.output_dir), peer_args.run_id
-    if run_args.task is not None:
-        stated = {**stated, "task_sha256": run_args.task_sha256}
-    if args.store_checkpoints:
-        task = load_task(run_args)
-        model = build_model(task, run_id)
-    if args.sample_text:
-        completer = open_completer(task, model, args.sample_text)
-    if args.repo_id is not None:
-        card_metadata = CardMetadata(args.repo_id, run_id, task, args.license, args.language)
-        check_repo(card_metadata, args.private_repo)
-    if args.space_id is not None:
-        require_token("--space_id")
-    if args.use_google_dns:
-        announce_public_ip(peer_args, args.public_ip_service)
-
-    with ExitStack() as stack:
         # The peer that the others join through
         peer = stack.enter_context(open_peer(peer_args, output_dir, False, stop, is_alone))
         claim_folder(output_dir, run_id)
@@ -179,14 +166,16 @@ def monitor(
         own = RunConfig.sign({"run_id": run_id, **stated}, peer.private_key) if is_organiser else None
         relay = RunConfigRelay(peer, own or config, longest_wait)
         relay.publish()  # before anybody knows the address
-        log_visible_maddrs(visible_maddrs, only_p2p=peer_args.use_ipfs)
+        addresses.log_visible_maddrs(visible_maddrs, only_p2p=peer_args.use_ipfs)
         # For programs, such as run_local_demo.py; people read the log.
-        write_json(output_dir / "peer.json", {"initial_peers": choose_maddrs(visible_maddrs, peer_args.use_ipfs)})
+        write_json(
+            output_dir / "peer.json", {"initial_peers": addresses.choose_maddrs(visible_maddrs, peer_args.use_ipfs)}
+        )
 
         # Reporting
         contributors = Contributors(output_dir, run_id)
         if args.repo_id is not None:
-            initial_peers = choose_internet_maddrs(visible_maddrs, only_p2p=peer_args.use_ipfs)
+            initial_peers = addresses.choose_internet_maddrs(visible_maddrs, only_p2p=peer_args.use_ipfs)
             uploader = HubUploader(card_metadata, contributors, initial_peers, args)
             stack.callback(uploader.close)
         reporter = Reporters(

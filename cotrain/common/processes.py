@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from typing import NoReturn
@@ -247,8 +248,8 @@ class Watchdog(PeriodicThread):
     def __init__(self, children: dict[str, multiprocessing.Process], longest_wait: float = math.inf):
         super().__init__(period=1.0)
         self.children, self.longest_wait = children, longest_wait
-        self._silences = dict.fromkeys(children, (-1, 0))  # beats, and checks since the last one
-        self._num_stopped = 0  # checks for which a daemon has been stopped
+        self._silences: Counter[str] = Counter()  # checks since the last beat, or for which a daemon has been stopped
+        self._beats = dict.fromkeys(children, -1)
         self.record_work()
         self.daemons = [
             process
@@ -267,8 +268,7 @@ class Watchdog(PeriodicThread):
         dead += ["p2p daemon" for process in self.daemons if _status(process) in ended]
         if dead:
             return f"The {dead[0]} process has died (out of memory?); start again to rejoin"
-        silent = [name for name, (_, silence) in self._silences.items() if silence >= self.MAX_SILENCE]
-        silent += ["p2p daemon"] * (self._num_stopped >= self.MAX_SILENCE)
+        silent = [name for name, checks in self._silences.items() if checks >= self.MAX_SILENCE]
         if silent:
             return f"The {silent[0]} process hangs or was stopped; start again to rejoin"
         if time.monotonic() > self._worked_at + self.longest_wait:
@@ -276,11 +276,11 @@ class Watchdog(PeriodicThread):
         return None
 
     def work(self) -> None:
-        for name, child in self.children.items():
-            beats, silence = self._silences[name]
-            self._silences[name] = child.beats.value, silence + 1 if child.beats.value == beats else 0
-        is_stopped = any(_status(process) == psutil.STATUS_STOPPED for process in self.daemons)
-        self._num_stopped = self._num_stopped + 1 if is_stopped else 0
+        beats = {name: child.beats.value for name, child in self.children.items()}
+        silent = {name for name in beats if beats[name] == self._beats[name]}
+        if any(_status(process) == psutil.STATUS_STOPPED for process in self.daemons):
+            silent.add("p2p daemon")
+        self._beats, self._silences = beats, Counter({name: self._silences[name] + 1 for name in silent})
         if (fault := self.find_fault()) and not self.stopped.is_set():
             end_process(TEMPORARY, fault, logging.ERROR)
 
