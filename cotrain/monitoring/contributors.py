@@ -14,7 +14,7 @@ from cotrain.common.names import label, short
 from cotrain.monitoring.aggregation import StepReport
 from cotrain.monitoring.parsing import PeerStep
 
-MAX_CONTRIBUTORS = 5000  # a key pair costs nothing; 5000 are half a megabyte
+MAX_CONTRIBUTORS = 5000  # that are kept, and half of those known; a key pair costs nothing
 MAX_NAME_LENGTH = 64
 TABLE_COLUMNS = ("place", "name", "peer", "samples", "steps")
 
@@ -49,28 +49,31 @@ class Contributors:
     def __init__(self, folder: Path, run_id: str):
         self._file, self.run_id = JsonFile(folder / "contributors.json"), run_id
         self.step = self._loaded_step = -1  # the newest step that is counted, and that was before a restart
-        self._contributors: dict[str, Contributor] = {}
-        self._names: dict[str, str] = {}  # peer ID -> name, also of peers that have not contributed yet
+        self._known: dict[str, Contributor] = {}  # by peer ID, also those that have not contributed yet
         self._file.load(self._parse)
 
     def __len__(self) -> int:
-        return len(self._contributors)
+        return sum(known.steps > 0 for known in self._known.values())
 
     def top(self, number: int) -> list[Contributor]:
         """Return the contributors with the most samples, in descending order."""
-        return sorted(self._contributors.values(), key=lambda leader: (-leader.samples, leader.peer_id))[:number]
+        leaders = [known for known in self._known.values() if known.steps > 0]
+        return sorted(leaders, key=lambda leader: (-leader.samples, leader.peer_id))[:number]
+
+    def _find(self, peer_id: object) -> Contributor:
+        if len(self._known) >= 2 * MAX_CONTRIBUTORS:
+            self._known = {leader.peer_id: leader for leader in self.top(MAX_CONTRIBUTORS)}
+        return self._known.setdefault(str(peer_id), Contributor(str(peer_id)))
 
     def find_name(self, peer_id: object) -> str:
         """Return the name of a peer and the end of its ID."""
-        return label(self._names.get(str(peer_id)) or "anonymous", peer_id)
+        return label(self._find(peer_id).name, peer_id)
 
     def record_names(self, names: Mapping[object, str]) -> None:
         """Update the names of peers. A name is kept after its record in the DHT expires."""
-        if len(self._names) > MAX_CONTRIBUTORS:
-            self._names.clear()
-        self._names |= {str(peer_id): clean_name(name) for peer_id, name in names.items()}
-        for peer_id in self._names.keys() & self._contributors.keys():
-            self._contributors[peer_id].username = self._names[peer_id] or self._contributors[peer_id].username
+        for peer_id, name in names.items():
+            known = self._find(peer_id)
+            known.username = clean_name(name) or known.username
 
     def add(self, report: StepReport) -> None:
         """Add the contributions of a step, unless it or a later one was counted before a restart."""
@@ -81,13 +84,9 @@ class Contributors:
     def count(self, contributions: Iterable[PeerStep]) -> None:
         for contribution in contributions:
             if contribution.samples_accumulated > 0:
-                peer_id = str(contribution.peer)
-                new = Contributor(peer_id, self._names.get(peer_id, ""))
-                contributor = self._contributors.setdefault(peer_id, new)
+                contributor = self._find(contribution.peer)
                 contributor.samples += contribution.samples_accumulated
                 contributor.steps += 1
-        if len(self._contributors) > MAX_CONTRIBUTORS:
-            self._contributors = {contributor.peer_id: contributor for contributor in self.top(MAX_CONTRIBUTORS)}
 
     def save(self) -> None:
         """Write contributors.json. A failed write is one warning; the values stay in memory."""
@@ -99,7 +98,7 @@ class Contributors:
             raise ValueError(f"it belongs to the run '{content['run_id']}'")
         contributors = [Contributor(**entry) for entry in content["contributors"]]
         self.step = self._loaded_step = int(content["step"])
-        self._contributors = {contributor.peer_id: contributor for contributor in contributors}
+        self._known = {contributor.peer_id: contributor for contributor in contributors}
 
 
 def build_table(contributors: Contributors) -> list[tuple[int, str, str, int, int]]:

@@ -21,7 +21,7 @@ from cotrain.monitoring.advice import Adviser
 from cotrain.monitoring.aggregation import MAX_JUMP, MetricsAggregator, StepReport
 from cotrain.monitoring.contributors import TABLE_COLUMNS, Contributors, build_table, format_leaderboard
 from cotrain.monitoring.hub_upload import HubUploader
-from cotrain.monitoring.parsing import parse_peers, parse_shares
+from cotrain.monitoring.parsing import parse_shares
 from cotrain.monitoring.progress_log import ProgressLog
 from cotrain.monitoring.reporters import Reporters
 from cotrain.peer.peer import Peer
@@ -151,7 +151,7 @@ class TrainingMonitor:
         :param downloads: whether checkpoints and uploads may begin
         """
         views = [self._read(name) for name in ("metrics", "history", "training_progress")]
-        peers = parse_peers(self._read("peers"))
+        peers = {peer: record.value for peer, record in self._read("peers").items()}
         self.contributors.record_names({key: info["username"] for key, info in peers.items()})
         reports = self.aggregator.update(run_time(), *views)
         trainers = self.aggregator.live_peers

@@ -1,4 +1,4 @@
-"""Parse the records that trainers publish on the DHT: metrics, histories, rounds and names.
+"""Parse the records that trainers publish on the DHT: metrics, histories and rounds.
 
 Pure logic: no DHT, no clock, no torch. Untrusted peers write all records. The DHT's validators bound their number and
 size, and check them against `run_records.MetricSchema`.
@@ -63,8 +63,3 @@ def parse_shares(raw: Mapping | None) -> dict[str, float]:
             weights = [min(number, bound) for number, _ in counts]
             shares[name] = statistics.fmean((min(partial / number, 1.0) for number, partial in counts), weights)
     return shares
-
-
-def parse_peers(raw: Mapping | None) -> dict[Hashable, dict]:
-    """Parse the records under `{run_id}_peers`: peer -> PeerInfo, whose name the peer chose."""
-    return {peer: value for peer, value, _ in _records(raw)}

@@ -59,7 +59,7 @@ from cotrain.dht.records import peer_id_of
 from cotrain.dht.run_records import make_validators
 from cotrain.monitoring.aggregation import MetricsAggregator
 from cotrain.monitoring.contributors import Contributors
-from cotrain.monitoring.parsing import parse_peers, parse_shares
+from cotrain.monitoring.parsing import parse_shares
 from cotrain.peer import redial
 from cotrain.peer.run_config import RunConfig, check_safe, choose, refuse_differences
 from run_training_monitor import ARGUMENTS as MONITOR_ARGUMENTS
@@ -116,7 +116,7 @@ def read_everywhere(name: str, value: object) -> None:
     elif name == "peers":
         with tempfile.TemporaryDirectory() as folder:
             contributors = Contributors(Path(folder), "run")
-            contributors.record_names({peer: info["username"] for peer, info in parse_peers(found).items()})
+            contributors.record_names({peer: record.value["username"] for peer, record in found.items()})
             assert contributors.find_name(PEER).isprintable()
     elif name == "rounds":
         assert all(0 <= share <= 1 for share in parse_shares(found).values())

@@ -65,9 +65,9 @@ def test_flood_of_keys_is_bounded_and_keeps_the_largest(tmp_path, monkeypatch):
     counted = count(
         tmp_path, make_report(1, honest=100), make_report(2, **flood), names={str(n): "x" for n in range(50)}
     )
-    assert len(counted) == 10 and counted.top(1)[0].samples == 100
+    assert len(counted) <= 20 and counted.top(1)[0].samples == 100
     counted.record_names({})
-    assert len(counted._names) == 0
+    assert len(counted._known) <= 20
 
 
 @pytest.mark.parametrize(

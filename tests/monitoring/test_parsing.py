@@ -3,7 +3,7 @@
 import pytest
 from hivemind.utils.timed_storage import ValueWithExpiration
 
-from cotrain.monitoring.parsing import PeerStep, parse_history, parse_metrics, parse_peers, parse_shares
+from cotrain.monitoring.parsing import PeerStep, parse_history, parse_metrics, parse_shares
 from tests.support.dht_records import entries, metric, steps_of
 
 
@@ -12,8 +12,6 @@ def test_reads_what_the_dht_returns():
     assert parse_metrics(raw) == [PeerStep("peer", 3, 1.5, 32, 7.5, 2, None, 99.0)]
     assert steps_of(parse_history({"peer": entries(metric(1), metric(2))})) == [1, 2]
     assert parse_history({"peer": entries(metric(1), times=[17.5])})[0].time == 17.5
-    info = {"username": "alice", "leaving": False}
-    assert parse_peers({"peer": info}) == {"peer": info}
 
 
 def test_nothing_there():
