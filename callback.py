@@ -18,7 +18,6 @@ class CollaborativeCallback(TrainerCallback):
         self.session = session
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
-        self.session.restore_checkpoint()
         self.session.join()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):

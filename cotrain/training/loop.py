@@ -96,7 +96,6 @@ class TrainingLoop:
 def open_loop(session: TrainingSession, args: LocalTrainingArguments, device: torch.device) -> Iterator[TrainingLoop]:
     """Resume from a checkpoint and join the other peers; after the block, save a checkpoint and leave."""
     loop = TrainingLoop(session, args, device)
-    session.restore_checkpoint()
     session.join()  # downloads the state of peers that are at a later step
     torch.manual_seed(derive_seed(session.peer.dht.peer_id, args.seed))  # masks and dropout differ between peers
     with contextlib.suppress(_Ended):

@@ -80,6 +80,7 @@ class TrainingSession:
         :raises TemporaryError: if several trainers are at a later step, but no state can be downloaded
         :raises UserError: if all other trainers average something else
         """
+        self.restore_checkpoint()
         optimizer, own_step = self.optimizer, self.optimizer.local_epoch
         optimizer.last_step = self.args.max_global_steps
         self.status.start()
