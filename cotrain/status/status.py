@@ -30,7 +30,7 @@ class TrainerStatus:
     page: str | None = None  # address of the run's curves
     end_time: float | None = None  # end of the run; None if there is none
     pid: int = field(default_factory=os.getpid)
-    started_at: float = field(default_factory=time.time)  # when the trainer joined the run
+    started_at: float = 0.0  # when the trainer began to join the run
     time: float = 0.0  # when the status was computed
     worked_at: float | None = None  # end of the newest local step; None before the first one
     ended_at: float | None = None  # None while the trainer runs

@@ -45,7 +45,8 @@ class StatusKeeper(PeriodicThread):
         self.folder, self.optimizer, self.args = folder, optimizer, args
         self.loss_meter, self.should_stop = loss_meter, should_stop
         end_time = None if args.ends_at is None else args.end_time
-        self._status = TrainerStatus(name, args.run_id, optimizer.target_batch_size, args.page, end_time)
+        run = args.run_id, optimizer.target_batch_size, args.page, end_time
+        self._status = TrainerStatus(name, *run, started_at=time.time())
         self._begun_at = 0  # step after which each one is joined or missed
         self._computed, self.speed = 0, 0.0  # the speed is that of the newest step's line and record
         self._totals = deque([(0, 0)], maxlen=MAX_ROUNDS + 1)  # samples computed and applied, by global step
