@@ -14,7 +14,7 @@ from hivemind.utils.crypto import RSAPrivateKey
 from cotrain.admission.invitations import make_invitation, save_invitation
 from tests.support.namespaces import Host, Internet, why_unavailable
 from tests.support.peers import ALTERED, BATCH_SIZE, Script, Scripts, reserve_maddr, steps_of, wait_until
-from tests.support.told import compare, read_told
+from tests.support.told import Monitor, Trainer, compare, read_told
 
 CLIENT = "dave"  # behind NAT where there are hosts, and with a wrong clock
 CLOCK = -3600.0  # seconds by which it is ahead
@@ -49,6 +49,7 @@ class TwoDays:
                 "--run_id", "days", "--host_maddrs", self.address, *invited, *steps_of(seconds=5, num_trainers=3),
                 "--target_group_size", 3, "--matchmaking_time", 4, "--averaging_timeout", 30, "--warmup_steps", 0,
                 "--learning_rate", 0.03, "--save_checkpoint_step_interval", 2, "--average_state_every", 2,
+                "--refresh_period", 4,
             )  # fmt: skip
         else:
             script = scripts.start(
@@ -66,16 +67,18 @@ class TwoDays:
             self.start(name)
 
     def train(self, number: int = 3) -> None:
-        """Wait until the monitor has reported as many steps more that all trainers have taken."""
-        scripts = self.homes["monitor"]
-        before = len(scripts.metrics())
+        """Wait until all trainers have averaged so many times more, which the monitor has not read yet."""
+        before = {name: self._count_rounds(name) for name in self.paces}
 
-        def are_reported() -> bool:
+        def have_averaged() -> bool:
             for peer in self.running.values():
                 assert peer.process.poll() is None, peer.output
-            return sum(record["contributors"] == len(self.paces) for record in scripts.metrics()[before:]) >= number
+            return all(self._count_rounds(name) >= before[name] + number for name in self.paces)
 
-        wait_until(are_reported, 240, "steps of all trainers")
+        wait_until(have_averaged, 240, "steps of all trainers")
+
+    def _count_rounds(self, name: str) -> int:
+        return self.running[name].output.count(f"Averaged gradients with {len(self.paces)} peers")
 
     def end(self, number: int) -> None:
         """Send a signal to all peers at once, and wait for their ends."""
@@ -85,9 +88,8 @@ class TwoDays:
             assert script.wait(60) == 0, script.output
             script.assert_nothing_left()
 
-    def find_differences(self) -> str:
-        trainers = {name: peer_id for name, peer_id in self.peer_ids.items() if name in self.paces}
-        return "\n".join(compare(*read_told(self.folder, trainers)))
+    def read_told(self) -> tuple[Monitor, list[Trainer]]:
+        return read_told(self.folder, {name: self.peer_ids[name] for name in self.paces})
 
 
 @pytest.mark.early
@@ -99,7 +101,9 @@ def test_all_are_told_the_same(scripts):
         days.begin()
         days.train()
         days.end(evening)
-    assert not days.find_differences()
+    monitor, trainers = days.read_told()
+    assert compare(monitor, trainers) == []
+    assert all(day.thanks for trainer in trainers for day in trainer.days)
 
 
 @pytest.fixture
@@ -140,4 +144,4 @@ def test_all_are_told_the_same_after_accidents(internet, tmp_path, data, launche
             days.start(victim)
             days.train(2)
         days.end(EVENINGS[1])
-        assert not days.find_differences()
+        assert compare(*days.read_told()) == []

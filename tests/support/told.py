@@ -98,7 +98,9 @@ def parse_trainer(log: str) -> list[Day]:
             day.speeds[step] = float(found[1])
         elif found := re.fullmatch(r"Local loss: ([\d.]+)", line):
             day.losses[step] = float(found[1])
-        elif found := re.fullmatch(rf"Thank you, (.+)! You contributed {NUMBER} samples? to {NUMBER} global .*", line):
+        elif found := re.fullmatch(
+            rf"Thank you, (.+)! You contributed {NUMBER} samples? to {NUMBER} global steps? in \d+ \w+", line
+        ):
             day.thanks = found[1], whole(found[2]), whole(found[3])
         elif found := re.match(
             rf"Accumulated {NUMBER} of {NUMBER} samples for step #\d+ from {NUMBER} peers?, {NUMBER} of them", line
