@@ -108,7 +108,7 @@ def report_samples(completer: Pipeline, texts: Sequence[str], reporter: Reporter
         return
     for text, completion in rows:
         logger.info(f"Step #{step}\t{text} -> {completion}")
-    reporter.report_table("samples", ("text", "completion"), rows, step)
+    reporter.report_table("sample texts", ("text", "completion"), rows, step)
 
 
 def _quote(filling: dict, tokenizer: PreTrainedTokenizerBase) -> str:

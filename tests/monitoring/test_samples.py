@@ -127,7 +127,7 @@ def test_monitor_reports_samples(tokenizer, caplog):
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 2 and messages[0].startswith(f"Step #7\t{TEXT} -> 'france' 100.0%, ")
     ((name, columns, rows, step),) = tables
-    assert (name, columns, step) == ("samples", ("text", "completion"), 7)
+    assert (name, columns, step) == ("sample texts", ("text", "completion"), 7), "not the name of a curve"
     assert [text for text, _ in rows] == [TEXT, "[MASK] is [MASK]"] and rows[1][1].count("; ") == 1
 
     report_samples(completer, [TEXT, 7], reporters, 8)
