@@ -16,6 +16,7 @@ from cotrain.common.processes import StopSignal, call_off_exits, guard_children,
 from cotrain.models.model import choose_kernels, seeded_by
 from cotrain.peer.peer import open_peer
 from cotrain.peer.run_config import adopt_run_config
+from cotrain.peer.tunnel import open_tunnel
 from cotrain.status.status import recorded_start
 from cotrain.task import Task
 from cotrain.training.hf_trainer import choose_devices
@@ -62,6 +63,7 @@ def join_run(
         model.float()  # in which peers exchange parameters and gradients
 
         # DHT peer
+        stack.enter_context(open_tunnel(run_args))
         peer = stack.enter_context(open_peer(run_args, output_dir, run_args.client_mode, stop))
 
         # hivemind's optimizer, around LAMB or AdamW

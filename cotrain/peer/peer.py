@@ -28,7 +28,6 @@ from cotrain.dht.records import peer_id_of
 from cotrain.dht.run_records import make_validators
 from cotrain.peer.addresses import peer_id_in
 from cotrain.peer.redial import BootstrapRedialer, set_run_clock
-from cotrain.peer.tunnel import open_tunnel
 
 logger = get_logger(__name__)
 
@@ -51,7 +50,7 @@ def open_peer(
     :param output_dir: folder of the peer, locked against a second peer
     :raises UserError: if another peer uses the folder, or no peer can be reached
     """
-    with lock_folder(output_dir, "--output_dir"), open_tunnel(args):
+    with lock_folder(output_dir, "--output_dir"):
         remove_leftovers(output_dir)
         stop.defer()
         identity_path = Path(args.identity_path or output_dir / "identity.key")

@@ -1,7 +1,7 @@
 """A tunnel that makes a peer behind a firewall or NAT reachable: ngrok's, or one that the user runs.
 
-Enter `open_tunnel` before the data is downloaded: a wrong token ends the script. The tunnel's address is announced in
-addition to the local addresses, so that peers of the same network still connect directly.
+Enter `open_tunnel` before `open_peer`, and before the data is downloaded: a wrong token ends the script. The tunnel's
+address is announced in addition to the local addresses, so that peers of the same network still connect directly.
 """
 
 import asyncio
@@ -44,7 +44,6 @@ def open_tunnel(args: BaseTrainingArguments) -> Iterator[None]:
             *endpoint_to_maddrs("--announce_tunnel", endpoint),
             *(args.announce_maddrs or find_local_maddrs(args.host_maddrs)),
         ]
-        args.tunnel, args.announce_tunnel = "none", None  # another call, at the start of the peer, opens no other
         yield
 
 

@@ -99,14 +99,6 @@ def test_tunnel_is_opened_before_anything_is_downloaded(start, flags, monkeypatc
     assert re.search(r"--tunnel ngrok: .*ERR_NGROK_107", f"{ended.value}{capsys.readouterr().out}")
 
 
-def test_tunnel_that_is_open_is_not_opened_again(monkeypatch):
-    args = BaseTrainingArguments(announce_tunnel="bore.pub:7", host_maddrs=["/ip4/10.0.0.1/tcp/80"])
-    with open_tunnel(args):
-        announced = args.announce_maddrs
-        with open_tunnel(args):
-            assert args.announce_maddrs is announced and announced[0] == "/dns4/bore.pub/tcp/7"
-
-
 def test_ngrok_that_does_not_answer_is_named(refusal, monkeypatch):
     certificate, _ = make_certificate()
     assert "failed to connect" in refusal(get_free_port(), certificate)
