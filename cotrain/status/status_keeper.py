@@ -61,13 +61,18 @@ class StatusKeeper(PeriodicThread):
         self._begun_at = step - self._status.joined
 
     def record_step(self, record: StepRecord) -> None:
-        """Count a global step, or a failed attempt at one."""
+        """Count a global step, or a failed attempt at one. What the step thread has done since then does not count."""
+        own = self.optimizer.tracker.local_progress
+        in_round = own.contributed if own.epoch > own.completed else 0
+        self._status.computed = max(0, self._computed - own.samples_accumulated - in_round)
         if record.samples is not None:
             self._status.joined += 1
             self._status.applied += record.samples
         else:
             error = " ".join(record.error.split())[:MAX_REASON]
             self._status.last_miss = record.step, error or REASONS[record.outcome]
+        if record.outcome != Outcome.FAILED:
+            self._status.missed = max(0, record.step - self._begun_at - self._status.joined)
 
     @property
     def applied(self) -> int:
@@ -109,7 +114,6 @@ class StatusKeeper(PeriodicThread):
         """Return the status after an update from the tracker. It takes some ten microseconds for each peer."""
         status, tracker = self._status, self.optimizer.tracker
         own, others = tracker.local_progress, tracker.alive(tracker.other_trainers)
-        in_round = own.contributed if own.epoch > own.completed else 0
         rate, seconds = own.samples_per_second, tracker.seconds_to_step
         status.time = time.time()
         status.step, status.next_step = own.completed, own.epoch + 1
@@ -118,8 +122,6 @@ class StatusKeeper(PeriodicThread):
         status.own_samples = min(own.samples_accumulated, status.all_samples)
         if status.loss is None and (loss := self.loss_meter.mean()) is not None:
             self.record_loss(loss)
-        status.computed = max(0, self._computed - own.samples_accumulated - in_round)
-        status.missed = max(0, own.completed - self._begun_at - status.joined)
         status.num_trainers, status.samples_per_second = 1 + len(others), self.speed or rate
         status.rank = 1 + sum(peer.samples_per_second > rate for peer in others) if rate else None
         return status

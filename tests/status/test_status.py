@@ -81,7 +81,8 @@ def test_samples_of_rounds_with_others_and_alone_are_applied(keeper):
 )
 def test_miss_has_a_reason_and_its_samples_are_not_applied(keeper, entry, reason):
     status = record(keeper, entry)
-    assert (status.joined, status.missed, status.applied) == (0, 1, 0)
+    assert (status.joined, status.applied) == (0, 0)
+    assert status.missed == (entry.outcome != Outcome.FAILED), "it is tried again"
     assert status.last_miss[0] == 5 and status.last_miss[1].endswith(reason)
 
 
@@ -103,6 +104,17 @@ def test_steps_before_joining_are_not_missed_nor_those_before_a_rollback(keeper)
     assert (status.joined, status.missed) == (3, 1)
 
 
+def test_step_that_is_not_recorded_yet_is_not_missed(keeper):
+    """The step thread has taken two more, while the main thread computes a local step of minutes."""
+    compute(keeper, 16)
+    record(keeper, StepRecord(1, Outcome.ALONE, 16))
+    compute(keeper, 48)
+    own = keeper.optimizer.tracker.local_progress
+    own.epoch = own.completed = 3
+    status = keeper.update()
+    assert (status.step, status.joined, status.missed, status.applied_fraction) == (3, 1, 0, 1.0)
+
+
 def test_samples_of_the_newest_steps(keeper):
     """No more samples are applied than computed, although they are counted at different moments."""
     for step in range(1, 101):
@@ -117,9 +129,9 @@ def test_samples_of_the_newest_steps(keeper):
 def test_keeper_combines_what_tracker_and_rounds_know(keeper):
     tracker = keeper.optimizer.tracker = FakeTracker(epoch=7, others=[(7, 3.0), (6, 1.0), (7, 0.5)])
     own, tracker.seconds_to_step, tracker.all_samples = tracker.local_progress, 12.0, 100
-    own.samples_per_second, own.samples_accumulated, own.contributed = 2.0, 16, 32
-    record(keeper, StepRecord(6, Outcome.ALONE, 48))
+    own.samples_per_second, own.samples_accumulated, own.contributed, own.completed = 2.0, 16, 32, 6
     compute(keeper, 128)
+    record(keeper, StepRecord(6, Outcome.ALONE, 48))
     status = keeper.update()
     assert (status.step, status.next_step, status.seconds_to_next) == (6, 8, 12.0)
     assert (status.own_samples, status.all_samples, status.num_trainers, status.rank) == (16, 100, 4, 2)
