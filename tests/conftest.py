@@ -18,6 +18,7 @@ from hypothesis import settings
 
 from cotrain.common.processes import guard_children, keep_memory_shared
 from tests.support.launcher import Launcher
+from tests.support.namespaces import Internet, why_unavailable
 from tests.support.peers import Scripts, prepare_data
 
 # A test that asks for one of these starts peers, or other programs that spend more than a CPU second. Others are
@@ -157,6 +158,15 @@ def scripts(tmp_path, data, launcher) -> Iterator[Scripts]:
     scripts = Scripts(tmp_path, data, launcher=launcher)
     yield scripts
     scripts.close()
+
+
+@pytest.fixture
+def internet() -> Iterator[Internet]:
+    """Hosts with their own networks, if this machine can make them."""
+    if reason := why_unavailable():
+        pytest.skip(reason)
+    with Internet() as internet:
+        yield internet
 
 
 @pytest.fixture(scope="module")

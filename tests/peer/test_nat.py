@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing
 import pytest
 
 from cotrain.training.checkpoints import list_checkpoints
-from tests.support.namespaces import Host, Internet, why_unavailable
+from tests.support.namespaces import Host
 from tests.support.peers import Script, Scripts, steps_of, wait_until
 
 # Longer matchmaking than usual, since three peers share a machine. A complete group starts at once.
@@ -16,14 +16,6 @@ COLLABORATION = (
     "--run_id", "nat", *steps_of(seconds=10, num_trainers=3), "--matchmaking_time", 10,
     "--averaging_timeout", 60, "--average_state_every", 100, "--target_group_size", 3,
 )  # fmt: skip
-
-
-@pytest.fixture
-def internet() -> Iterator[Internet]:
-    if reason := why_unavailable():
-        pytest.skip(reason)
-    with Internet() as internet:
-        yield internet
 
 
 Peers = Callable[[Host], Scripts]

@@ -4,7 +4,6 @@ All are stopped at once in the evening, and start again from their folders in th
 """
 
 import signal
-from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 from hivemind.utils.crypto import RSAPrivateKey
 
 from cotrain.admission.invitations import make_invitation, save_invitation
-from tests.support.namespaces import Host, Internet, why_unavailable
+from tests.support.namespaces import Host
 from tests.support.peers import ALTERED, BATCH_SIZE, Script, Scripts, reserve_maddr, steps_of, wait_until
 from tests.support.told import Monitor, Trainer, compare, read_told
 
@@ -104,14 +103,6 @@ def test_all_are_told_the_same(scripts):
     monitor, trainers = days.read_told()
     assert compare(monitor, trainers) == []
     assert all(day.thanks for trainer in trainers for day in trainer.days)
-
-
-@pytest.fixture
-def internet() -> Iterator[Internet]:
-    if reason := why_unavailable():
-        pytest.skip(reason)
-    with Internet() as internet:
-        yield internet
 
 
 @pytest.mark.long
