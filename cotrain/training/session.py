@@ -22,6 +22,7 @@ from cotrain.common.names import derive_name, label
 from cotrain.common.processes import StopSignal, Watchdog
 from cotrain.common.run_folder import claim_folder
 from cotrain.dht import run_records
+from cotrain.dht.clock import run_time
 from cotrain.dht.metrics_schema import history_length
 from cotrain.dht.records import signer_of
 from cotrain.dht.run_records import LocalMetrics, PeerInfo, RoundStatistics
@@ -58,6 +59,7 @@ class TrainingSession:
 
     MAX_RECOVERIES = 3  # rollbacks without a global step in between
     MAX_JOIN_ATTEMPTS = 3  # downloads to try if only one trainer reports a later step
+    MAX_STORE_SECONDS = 5.0  # for the record of the last step
     MEETING_SECONDS = 30.0  # within which trainers that join at the same time read each other's first report
 
     def __post_init__(self):
@@ -264,6 +266,7 @@ class TrainingSession:
         self.optimizer.stop_averaging()
         self._report_steps()
         logger.info(describe_gift(self.status.update()))
+        self._store_last_metrics()
         step = self.optimizer.local_epoch
         if not self._is_over():
             return
@@ -280,6 +283,16 @@ class TrainingSession:
                 return
             time.sleep(0.5)
         logger.warning(f"No monitor has saved step #{step} yet: leaving anyway")
+
+    def _store_last_metrics(self) -> None:
+        """Wait for the record of the last step: while all peers leave, the DHT takes seconds, and this peer less."""
+        if not self.history:
+            return
+        key, value = f"{self.args.run_id}_metrics", self.history[-1].dict(exclude={"time"})
+        expires = run_time() + self.args.statistics_expiration
+        with contextlib.suppress(Exception):  # hivemind's, if nobody answers any more
+            stored = self.peer.dht.store(key, value, expires, subkey=self.peer.public_key, return_future=True)
+            stored.result(timeout=self.MAX_STORE_SECONDS)
 
     def restore_checkpoint(self) -> TrainingState | None:
         return checkpoints.restore_newest(self.folder, self.args.run_id, self.optimizer.state_averager)

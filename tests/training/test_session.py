@@ -15,6 +15,7 @@ from cotrain.averaging.coordinator import Outcome, StepRecord
 from cotrain.common.errors import UserError
 from cotrain.common.names import derive_name
 from cotrain.dht import run_records
+from cotrain.dht.metrics_schema import LocalMetrics
 from cotrain.dht.records import signer_of
 from cotrain.status.client_mode import ClientModeAlarm
 from cotrain.training import checkpoints
@@ -222,6 +223,27 @@ def test_trainer_leaves_when_the_monitors_have_saved_the_last_step(
     assert set(reads) == {"run_monitor"}
     assert len(reads) == num_reads if num_reads else clock.now == 90.0
     assert ("No monitor has saved step #9 yet" in caplog.text) == (num_reads is None)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_trainer_waits_until_its_last_step_is_stored(session, fails):
+    """All peers leave in the evening: the DHT asks some that are gone, and the trainer ended before it was done."""
+    calls = []
+
+    def wait(timeout: float) -> None:
+        calls.append(timeout)
+        if fails:
+            raise TimeoutError
+
+    def store(key, value, expiration_time, subkey, return_future):
+        calls.append((key, value["step"], subkey))
+        return SimpleNamespace(result=wait)
+
+    session.peer = SimpleNamespace(dht=SimpleNamespace(**{**vars(FAKE_PEER.dht), "store": store}), public_key=b"key")
+    values = {"samples_per_second": 1.0, "samples_accumulated": 8, "loss": 3.0, "mini_steps": 1}
+    session.history.append(LocalMetrics(step=9, **values))
+    session.leave()
+    assert calls == [("run_metrics", 9, b"key"), session.MAX_STORE_SECONDS]
 
 
 @pytest.mark.parametrize(("num_peers", "num_clients", "warns"), [(1, 1, False), (2, 1, False), (2, 2, True)])
