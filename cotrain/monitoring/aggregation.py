@@ -174,8 +174,9 @@ class MetricsAggregator:
             peer.begun = heartbeat.epoch
 
     def _record_newest(self, peer: TrackedPeer, record: PeerStep, is_life_sign: bool) -> None:
-        if peer.newest and (record == peer.newest or record.expires < peer.newest.expires):
-            return  # nothing new, or an outdated copy in the DHT
+        is_known = peer.newest and record._replace(expires=peer.newest.expires) == peer.newest
+        if is_known or (peer.newest and record.expires < peer.newest.expires):
+            return  # nothing new, also if it is stored again, or an outdated copy in the DHT
         if record.step <= peer.reported_step:  # it restarted from an earlier state: it has another record of this step
             peer.is_newcomer, peer.done, peer.first_step = True, -1, record.step
             peer.pending.clear()

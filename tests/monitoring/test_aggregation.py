@@ -169,6 +169,15 @@ def test_steps_that_a_peer_took_alone_count_once_when_they_are_found(restarts):
     assert not aggregator.update(START + 115, metrics, history, beats) and not aggregator.late
 
 
+def test_record_that_is_stored_again_is_no_restart():
+    """A trainer does so when it leaves."""
+    aggregator, history = make_aggregator(), {b"a": entries(*map(metric, range(1, 4)))}
+    for seconds in (0.0, 5.0, 10.0):
+        metrics = {b"a": ValueWithExpiration(metric(3), START + 600 + seconds)}
+        reports = aggregator.update(START + seconds, metrics, history, {b"a": heartbeat(START + seconds, 3)})
+        assert steps_of(reports) == ([] if seconds else [1, 2, 3]) and not aggregator.late
+
+
 def test_values_of_a_step_are_those_of_the_step_whenever_it_is_read():
     """Three peers: one leaves after step 2, one joins at step 3, the clock of the third is an hour ahead."""
     ends = {1: 10.0, 2: 14.0, 3: 34.0, 4: 36.0}  # seconds after the start
