@@ -39,8 +39,9 @@ MAX_MISSED_UPDATES = 64  # steps that the other peers can have taken during a do
 # Consecutive steps without a round after which a peer says that it is away, or takes the step without the others.
 # The trainer with the smallest peer ID goes first, the others only if it takes no step either.
 MAX_FAILURES, MAX_FAILURES_OF_OTHERS = 3, 6
-# Local steps wait for rounds that take up to this fraction of the time, also with delays: at most that of the speed
-SHORT_ROUNDS = 0.05
+# Local steps and rounds that take up to this fraction of a global step wait for each other, also with delays. Waiting
+# costs no more than that.
+SHORT = 0.05
 RETRY_SECONDS = 1.0  # after a failed round, for a local step of a peer that computes nothing during rounds
 MAX_FAILED_LOADS = 3  # before peers that claim a step without any offered state are ignored for a while
 
@@ -85,6 +86,8 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         self._is_broken = False  # whether the offloaded parameters are not finite
         self._waits_for_step = False  # whether the main thread waits in `step`
         self._in_round = self._in_step = False
+        # `time.monotonic` at which the main thread left `step`, and the seconds of its newest local step
+        self._returned_at, self._local_seconds = -math.inf, math.inf
         self._step_lock = threading.RLock()  # held by the step thread from the start of a step to its end
         self._update_lock = threading.RLock()  # held while parameters and statistics change or are copied
         self._wake, self._progressed, self._stopped = threading.Event(), threading.Event(), threading.Event()
@@ -151,13 +154,14 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         if grad_scaler is not None:
             raise ValueError("use torch.amp.GradScaler, not hivemind's")
         self._start_thread()
+        self._local_seconds = time.monotonic() - self._returned_at
         self._apply_update()
         if self._is_out_of_sync():
             logger.info("Out of sync with the collaboration")
             self.load_state_from_peers()
         elif self._accumulate(self.batch_size_per_step if batch_size is None else batch_size):
-            self._wake.set()
             self._wait_for_step(self._patience())
+        self._returned_at = time.monotonic()
 
     def _accumulate(self, num_samples: int) -> bool:
         """Accumulate the gradients of the model; False if one has NaN or Inf."""
@@ -180,19 +184,26 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         """Return the seconds for which a local step waits for a global step that is due or runs.
 
         With delays it waits for short rounds, too. Gradients of old parameters make a step worth less, see
-        docs/tuning.md.
+        docs/tuning.md. Local updates are not of the parameters of a step, and lose nothing.
         """
         if not self.delay_grad_averaging:
             return math.inf
         share = self.averaging_share
-        is_short = share is not None and share <= SHORT_ROUNDS
+        is_short = share is not None and share <= SHORT and not self.grad_averager.local_updates
         return 2 * statistics.fmean(seconds for _, seconds in self._round_times) if is_short else 0.0
+
+    def _awaits_local_step(self) -> bool:
+        """Whether a step that is due waits for the end of a short local step, which then counts in it."""
+        is_short = self._local_seconds <= SHORT * self._step_seconds
+        waits = is_short and not self._waits_for_step and 0 < self._patience() < math.inf
+        return waits and time.monotonic() < self._returned_at + 2 * self._local_seconds
 
     def _wait_for_step(self, seconds: float) -> None:
         until = time.monotonic() + seconds
         waits_for_update = self.delay_grad_averaging or not self.delay_optimizer_step
         with self.tracker.pause_updates():
-            self._waits_for_step = True
+            self._waits_for_step = seconds > 0
+            self._wake.set()
             try:
                 while (
                     time.monotonic() < until
@@ -292,7 +303,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         if is_alone and self._has_update and not self._waits_for_step:
             return  # the main thread has not reported the previous step yet, and no peer waits for this one
         self.coordinator.look_ahead()
-        if self._is_due():
+        if self._is_due() and not self._awaits_local_step():
             self._take_step(self.local_epoch + 1)
 
     def _take_step(self, step: int) -> None:
@@ -463,8 +474,15 @@ class CollaborativeOptimizer(hivemind.Optimizer):
     @property
     def averaging_share(self) -> float | None:
         """Fraction of the time for which rounds ran lately; None before the third round."""
-        (first, _), *times = self._round_times or [(0.0, 0.0)]
-        return min(1.0, sum(seconds for _, seconds in times) / (times[-1][0] - first)) if len(times) > 1 else None
+        _, *times = self._round_times or [(0.0, 0.0)]
+        seconds = self._step_seconds
+        return min(1.0, statistics.fmean(of_round for _, of_round in times) / seconds) if seconds else None
+
+    @property
+    def _step_seconds(self) -> float:
+        """Mean time between the ends of the last rounds; 0 before the third one."""
+        ends = [end for end, _ in self._round_times]
+        return (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 2 else 0.0
 
     def pop_records(self) -> list[StepRecord]:
         """Return what came of the global steps since the last call."""

@@ -228,6 +228,33 @@ def test_local_step_waits_for_short_rounds(seconds, waits):
     assert is_new == waits and is_waiting == [waits]
 
 
+@pytest.mark.parametrize(
+    ("local_seconds", "round_seconds", "age", "flags", "waits"),
+    [
+        (4.0, 1.0, 2.0, {}, True),
+        (4.0, 1.0, 9.0, {}, False),  # the main thread is busy with something else, such as a checkpoint
+        (6.0, 1.0, 2.0, {}, False),
+        (4.0, 6.0, 2.0, {}, False),
+        (4.0, 1.0, 2.0, {"delay_grad_averaging": False}, False),  # it begins no step during a local step anyway
+        (4.0, 1.0, 2.0, {"local_updates": True}, False),
+    ],
+)
+def test_due_step_waits_for_the_end_of_a_short_local_step(local_seconds, round_seconds, age, flags, waits):
+    """Its samples count in the step then. Global steps take 100 seconds."""
+    optimizer = build_local() if "local_updates" in flags else build(**flags)
+    now = time.monotonic()
+    optimizer._round_times.extend((now - ago, round_seconds) for ago in (300.0, 200.0, 100.0))
+    optimizer._local_seconds, optimizer._returned_at = local_seconds, now - age
+    compute(optimizer, 0.1, samples=64)
+    assert optimizer._awaits_local_step() == waits
+    optimizer._advance()
+    may_begin = flags.get("delay_grad_averaging", True)
+    assert optimizer.local_epoch == (not waits and may_begin)
+    optimizer._waits_for_step = True
+    optimizer._advance()
+    assert optimizer.local_epoch == 1
+
+
 def test_averaging_share_is_the_time_in_rounds(monkeypatch):
     optimizer, now = build(), [100.0]
     monkeypatch.setattr("cotrain.averaging.optimizer.time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
