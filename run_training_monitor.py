@@ -189,6 +189,7 @@ def main() -> None:
             alive_timeout=min(60.0, run_args.metadata_expiration),
             settle_time=max(10.0, args.refresh_period),
             target_batch_size=run_args.target_batch_size,
+            believes_weights=not peer.dht.is_open,
         )
         training_monitor = TrainingMonitor(
             peer, run_id, aggregator, reporter, contributors, keeper, uploader, args, Adviser(run_args)

@@ -32,11 +32,11 @@ from cotrain.averaging.bounds import (
     ANSWERED_FACTOR,
     ANSWERED_NORM,
     MIN_WEIGHT,
-    REPORTED,
     Bounds,
     ViolationError,
     norm_of,
 )
+from cotrain.averaging.neighbours import REPORTED
 from cotrain.averaging.reducer import Part, Reducer
 from cotrain.averaging.wire import check_tensor
 

@@ -16,7 +16,6 @@ PARAMETER_CHANGE, ANSWERED_FACTOR = 0.1, 2.0
 # Bound on the norm of a reducer's averages of gradients, relative to that of this peer's gradients there. Their noise
 # is smaller in a mean over more samples.
 ANSWERED_NORM = 4.0
-REPORTED = 4.0  # excess of the norm of gradients, relative to its bound, that is reported
 
 
 class ViolationError(ValueError):

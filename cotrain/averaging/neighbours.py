@@ -11,10 +11,9 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Hashable, Mapping
 
-from cotrain.averaging.bounds import REPORTED
-
 # Others of a sender from which on there is a majority: of three members, one could call both others too small.
 MIN_OTHERS = 3
+REPORTED = 4.0  # excess of the norm of gradients, relative to its bound, that is reported
 LOOSE_RATIO = 4.0  # of norms of as many samples, where only mistakes are bounded: a gradient that explodes
 
 

@@ -16,8 +16,8 @@ from hivemind.compression import CompressionBase, CompressionInfo, TensorRole, d
 from hivemind.p2p import PeerID
 from hivemind.proto import runtime_pb2
 
-from cotrain.averaging.bounds import MIN_WEIGHT, REPORTED, Bounds, ViolationError, norm_of
-from cotrain.averaging.neighbours import NormFilter, cap_weights
+from cotrain.averaging.bounds import MIN_WEIGHT, Bounds, ViolationError, norm_of
+from cotrain.averaging.neighbours import REPORTED, NormFilter, cap_weights
 from cotrain.averaging.wire import TensorSpec
 
 # A sender is late for a part after LATE_FACTOR times the median time of the senders, plus LATE_SECONDS. Later parts do

@@ -33,6 +33,7 @@ import statistics
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from cotrain.averaging.neighbours import cap_weights
 from cotrain.averaging.progress_record import PeerProgress, read_progress
 from cotrain.dht.metrics_schema import HISTORY_LENGTH, LocalMetrics, Metric, describe_metrics
 from cotrain.monitoring.parsing import PeerStep, parse_history, parse_metrics
@@ -42,9 +43,6 @@ MAX_STEPS_PER_SECOND = 10.0  # above the rate of any run: matchmaking alone take
 MAX_SPREAD = 3  # steps between peers of the same run; peers that average together are hardly ever apart
 MAX_SILENCE = 20.0  # seconds; trainers publish a heartbeat every 5
 MAX_PENDING_STEPS = 2 * HISTORY_LENGTH  # unreported steps kept per peer
-# In target batches. Peers keep computing until they notice that the target is reached, and during matchmaking. No peer
-# was seen to reach four targets that way, except where a single local step exceeds the target.
-MAX_OVERSHOOT = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +50,7 @@ class StepReport:
     """Aggregated metrics of one global step.
 
     `loss`: mean over the micro-batches of each peer that took exactly this step, weighted by the peers' samples, which
-    are bounded by `MAX_OVERSHOOT` target batches. `metrics`: those besides the five of hivemind's record, by the names
+    count as they do in the round. `metrics`: those besides the five of hivemind's record, by the names
     of their curves. A value that no peer reported is None.
     """
 
@@ -103,6 +101,7 @@ class MetricsAggregator:
     settle_time: float = 30.0  # seconds to wait for stragglers
     late_time: float = 120.0  # the same, for those that have contributed
     target_batch_size: int = 4096  # samples per global step, which bound the weight of one peer
+    believes_weights: bool = False  # whether samples have no other bound, see cotrain/averaging/neighbours.py
     schema: type[LocalMetrics] = LocalMetrics
 
     def __post_init__(self):
@@ -264,7 +263,7 @@ class MetricsAggregator:
     def _take(self, peer: TrackedPeer, step: int) -> PeerStep:
         """Take a record of a peer, with its samples bounded."""
         peer.is_newcomer, peer.done, own = False, max(peer.done, step), peer.pending.pop(step)
-        return own._replace(samples_accumulated=min(own.samples_accumulated, MAX_OVERSHOOT * self.target_batch_size))
+        return own._replace(samples_accumulated=min(own.samples_accumulated, self.target_batch_size))
 
     def _report(self, step: int) -> StepReport:
         contributors = [peer for peer in self._peers.values() if step in peer.pending]
@@ -275,6 +274,9 @@ class MetricsAggregator:
         self.last_reported_step, self._last_report_time = step, self._now
         self.contributors = {peer.key for peer in contributors}
         contributions = [self._take(peer, step) for peer in contributors]
+        if not self.believes_weights:
+            caps = cap_weights({number: own.samples_accumulated for number, own in enumerate(contributions)})
+            contributions = [own._replace(samples_accumulated=round(caps[n])) for n, own in enumerate(contributions)]
         values = {
             metric.name: _combine(metric, contributions)
             for metric in describe_metrics(self.schema)

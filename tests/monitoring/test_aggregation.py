@@ -41,11 +41,19 @@ def test_absurd_samples_do_not_swamp_the_loss():
     metrics = {b"a": metric(1, loss=4.0, samples=60), b"b": metric(1, loss=4.0, samples=40)}
     liar = {b"liar": metric(1, loss=200.0, samples=10**9)}
     (report,) = make_aggregator(target_batch_size=100).update(START, metrics | liar)
-    assert report.samples == 100 + 4 * 100
-    assert {step.peer: step.samples_accumulated for step in report.contributions}[b"liar"] == 4 * 100
-    assert report.loss == pytest.approx((100 * 2 + 400 * 100) / 500)
-    (report,) = make_aggregator(target_batch_size=100).update(START, {b"a": metric(1, samples=150)})
-    assert report.samples == 150  # an honest peer that overshoots is counted in full
+    assert report.samples == 100 + 100
+    assert {step.peer: step.samples_accumulated for step in report.contributions}[b"liar"] == 100
+    assert report.loss == pytest.approx((100 * 2 + 100 * 100) / 200)
+
+
+@pytest.mark.parametrize(("invited", "counted"), [(False, 60), (True, 100)])
+def test_free_rider_counts_as_in_the_round(invited, counted):
+    """Twice the median of three others, unless each name is one that can be revoked."""
+    metrics = {name: metric(1, samples=samples) for name, samples in ((b"a", 30), (b"b", 20), (b"c", 40))}
+    aggregator = make_aggregator(target_batch_size=100, believes_weights=invited)
+    (report,) = aggregator.update(START, metrics | {b"free rider": metric(1, samples=10**9)})
+    assert {step.peer: step.samples_accumulated for step in report.contributions}[b"free rider"] == counted
+    assert report.samples == 90 + counted
 
 
 # Live peers
