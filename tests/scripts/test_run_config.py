@@ -136,6 +136,7 @@ def test_a_second_monitor_needs_the_address_alone(scripts, dataset_url):
     bob.wait_for(rf"Joining run tree of organiser {organiser}, vouched for by")
     bob.wait_for("Averaged gradients with 2 peers")
     # A step that both have taken, which the monitor may report before or after this line.
+    bob.wait_for(r"Step #\d+")
     newest = max(bob.steps)
     wait_until(lambda: max(second.steps, default=0) >= newest, 120, f"the report of step {newest}")
     # The organiser's monitor joins through the second one, and changes what trainers may choose for themselves.

@@ -81,8 +81,8 @@ def test_hyperparameters_reach_the_optimizer(built):
     for group in outer.param_groups:
         assert (group["lr"], group["momentum"], group["nesterov"], group["weight_decay"]) == (0.3125, 0.4375, True, 0)
     for schedule in (built.plain.scheduler, built.local.inner_scheduler):
-        (rate, *_) = [function(5) for function in schedule(inner).lr_lambdas]
-        assert rate == 0.5, "in the middle of the warm-up"
+        (rate, *_) = [function(4) for function in schedule(inner).lr_lambdas]
+        assert rate == 0.5, "of step 5, in the middle of the warm-up"
         assert schedule(inner).lr_lambdas[0](505) == 0.5, "in the middle of the decay"
 
 
@@ -112,7 +112,7 @@ TABLE = [
     ("local_updates", ("plain",), "local_updates", False),
     ("max_grad_norm", ("plain",), "max_grad_norm", 0.625),
     ("max_update_norm", ("local",), "max_grad_norm", 0.5625),
-    ("learning_rate", BOTH, "parameter_step", 10 * 0.25),
+    ("learning_rate", BOTH, "learning_rate", 0.25),
     ("performance_ema_alpha", BOTH, "performance_ema_alpha", 0.75),
     *((name, BOTH, "tracker_args", TRACKER) for name in TRACKER),
 ]  # fmt: skip
