@@ -17,8 +17,9 @@ from cotrain.averaging.progress_record import read_progress
 from cotrain.averaging.state import TrainingStateAverager
 from cotrain.common.backoff import Backoff
 from cotrain.dht import run_records
+from cotrain.dht.clock import run_time
 from cotrain.dht.metrics_schema import MAX_NUMBER
-from cotrain.monitoring.aggregation import MAX_SPREAD
+from cotrain.monitoring.aggregation import MAX_SILENCE, MAX_SPREAD
 from cotrain.monitoring.reporters import Reporters
 from cotrain.peer.peer import Peer
 from cotrain.task import Task
@@ -83,13 +84,15 @@ class EvaluationLoop:
             self._evaluate()
 
     def _find_step(self) -> int:
-        """Return the step of the slower half of the trainers, 0 without trainers.
+        """Return the step of the slower half of the trainers that are heard, 0 without trainers.
 
         One false claim does not change it: those far behind the evaluated step, such as 0, do not count. If all are
         behind it, the run has gone back.
         """
         records = run_records.get_records(self.peer.dht, f"{self.run_id}_training_progress")
-        epochs = [progress.epoch for progress in read_progress(records).values()]
+        trainers, now = list(read_progress(records).values()), run_time()
+        heard = [progress for progress in trainers if now - progress.reported_at <= MAX_SILENCE] or trainers
+        epochs = [progress.epoch for progress in heard]
         newest = max(epochs, default=0)
         if 0 < newest < self.evaluated_step:
             self.evaluated_step = newest - 1

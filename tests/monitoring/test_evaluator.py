@@ -12,6 +12,7 @@ from transformers import AutoConfig
 
 from cotrain.arguments import DatasetArguments
 from cotrain.dht import run_records
+from cotrain.dht.clock import run_time
 from cotrain.monitoring.evaluation import EvaluationLoop, Evaluator
 from cotrain.task import Task
 from cotrain.tasks import loading as tasks
@@ -116,6 +117,8 @@ def test_the_same_each_time(evaluate):
         (7, [8, 0], {}, True),
         (7, [8, 8, 0], {}, True),
         (7, [None, 8], {}, True),  # a goodbye
+        (7, [-7, 8], {}, True),  # one of the two was killed
+        (7, [-8, -8], {}, True),
         (7, [6, 5], {}, False),  # the run has gone back
         (7, [6, 6], {}, True),
         (900, [6, 6], {}, True),
@@ -127,7 +130,11 @@ def test_the_same_each_time(evaluate):
     ],
 )
 def test_when_an_evaluation_is_due(evaluated, epochs, options, is_due, monkeypatch):
-    records = {b"%d" % number: None if epoch is None else heartbeat(1.0, epoch) for number, epoch in enumerate(epochs)}
+    """A negative step is that of a trainer whose report is 60 seconds old."""
+    records = {
+        b"%d" % number: None if epoch is None else heartbeat(run_time() - 60 * (epoch < 0), abs(epoch))
+        for number, epoch in enumerate(epochs)
+    }
     monkeypatch.setattr(run_records, "get_records", lambda _dht, key: {"run_training_progress": records}[key])
     args = EvaluatorArguments(**options)
     loop = EvaluationLoop(SimpleNamespace(dht=None), "run", None, None, None, None, args)
