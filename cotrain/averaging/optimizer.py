@@ -39,8 +39,7 @@ MAX_MISSED_UPDATES = 64  # steps that the other peers can have taken during a do
 # Consecutive steps without a round after which a peer says that it is away, or takes the step without the others.
 # The trainer with the smallest peer ID goes first, the others only if it takes no step either.
 MAX_FAILURES, MAX_FAILURES_OF_OTHERS = 3, 6
-# Local steps and rounds that take up to this fraction of a global step wait for each other, also with delays. Waiting
-# costs no more than that.
+# Fraction of a global step that local steps and rounds may wait for each other, also with delays
 SHORT = 0.05
 RETRY_SECONDS = 1.0  # after a failed round, for a local step of a peer that computes nothing during rounds
 MAX_FAILED_LOADS = 3  # before peers that claim a step without any offered state are ignored for a while
@@ -188,9 +187,12 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         """
         if not self.delay_grad_averaging:
             return math.inf
-        share = self.averaging_share
-        is_short = share is not None and share <= SHORT and not self.grad_averager.local_updates
-        return 2 * statistics.fmean(seconds for _, seconds in self._round_times) if is_short else 0.0
+        if self.grad_averager.local_updates or not self._step_seconds:
+            return 0.0
+        seconds, local = statistics.fmean(seconds for _, seconds in self._round_times), self._local_seconds
+        # A local step that began before a round hides a part of it: on average all of it, or half of a local step.
+        idle = seconds**2 / (2 * local) if seconds < local else seconds - local / 2
+        return 2 * seconds if idle <= SHORT * self._step_seconds else 0.0
 
     def _awaits_local_step(self) -> bool:
         """Whether a step that is due waits for the end of a short local step, which then counts in it."""
