@@ -109,7 +109,7 @@ def all_reduce(
     containers = [TensorPartContainer(tensors, fractions, compression) for tensors in contributions]
     means = []
     for reducer in range(len(contributions)):
-        outliers = NormFilter(is_loose=True)
+        outliers = NormFilter(len(contributions) - 1, is_loose=True)
         for parts in zip(*(container.get_raw_input_parts(reducer) for container in containers), strict=True):
             received = {
                 sender: part if sender == reducer else _send(part, compression) for sender, part in enumerate(parts)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from cotrain.averaging.base import shared_zeros_like
+from cotrain.averaging.bounds import MAX_GRADIENT_NORM
 
 
 class GradientAccumulator:
@@ -42,7 +43,7 @@ class GradientAccumulator:
             for total, mean in zip(self._sums, self.contribution, strict=True):
                 mean.copy_(total).mul_(1.0 / max(1, num_samples))
             self.drop()
-        if math.isfinite(clip_norm(self.contribution, 0.0)):
+        if math.isfinite(clip_norm(self.contribution, MAX_GRADIENT_NORM)):
             return num_samples
         torch._foreach_zero_(self.contribution)
         return 0
@@ -115,7 +116,7 @@ class UpdateAccumulator:
             ):
                 loaded.copy_(parameter)
                 torch.sub(base, loaded, out=difference)
-            if not math.isfinite(clip_norm(self.contribution, 0.0)):
+            if not math.isfinite(clip_norm(self.contribution, MAX_GRADIENT_NORM)):
                 num_samples = 0
                 torch._foreach_copy_(self._loaded, self._base)
                 torch._foreach_zero_(self.contribution)

@@ -140,17 +140,17 @@ class AllReduce:
         self._answers = {
             peer_id: [part for _, part in self._answers_for(self.peer_id, parts[peer_id])] for peer_id in peer_ids
         }
-        timeouts = self.sender_timeout, REDUCE_FRACTION * self.timeout
-        self.reducer = Reducer(parts[self.peer_id], self._others, self._weight_of, bounds, *timeouts, slow)
         self.delivery = Delivery(len(self._others))
         self.was_late = False  # whether a reducer has closed a part without this peer's values
         self.violations: dict[PeerID, str] = {}  # members that have sent what no honest peer sends, and what it was
         self._excesses: dict[PeerID, str] = {}  # of answers
         # Squared norms of the averages of gradients of each reducer: of those that have arrived, and their bound
-        self._energy, self._most_energy = dict.fromkeys(self._others, 0.0), dict[PeerID, float]()
-        for peer_id in self._others:
-            own = math.hypot(*(norm_of(part.own) for part in parts[peer_id] if part.is_gradient))
-            self._most_energy[peer_id] = max(ANSWERED_NORM * own, bounds.answered_norm) ** 2
+        self._energy, owns = dict.fromkeys(peer_ids, 0.0), self._measure(parts)
+        self._most_energy = {
+            peer_id: ANSWERED_NORM**2 * own if bounds.has_gradient else math.inf for peer_id, own in owns.items()
+        }
+        timeouts, own_norm = (self.sender_timeout, REDUCE_FRACTION * self.timeout), math.sqrt(owns[self.peer_id])
+        self.reducer = Reducer(parts[self.peer_id], self._others, self._weight_of, bounds, *timeouts, slow, own_norm)
         self._answered: set[PeerID] = set()  # reducers of which an answer has arrived
         # Those that have answered with parameters, and those whose parameters were too far from this peer's
         self._averaging, self._far = set[PeerID](), set[PeerID]()
@@ -164,6 +164,14 @@ class AllReduce:
         for part in chain(*parts.values()):  # without an average, parameters stay
             if not part.is_gradient:
                 part.output.copy_(part.own)
+
+    def _measure(self, parts: dict[PeerID, list[Part]]) -> dict[PeerID, float]:
+        """Return the squared norm of the own gradients at each reducer: at least its share, if they are 0 there."""
+        gradients = {peer_id: [part.own for part in of_peer if part.is_gradient] for peer_id, of_peer in parts.items()}
+        energies = {peer_id: sum(norm_of(own) ** 2 for own in owns) for peer_id, owns in gradients.items()}
+        sizes = {peer_id: sum(own.numel() for own in owns) for peer_id, owns in gradients.items()}
+        density = sum(energies.values()) / max(1, sum(sizes.values()))
+        return {peer_id: max(energies[peer_id], density * sizes[peer_id]) for peer_id in parts}
 
     def _answers_for(self, peer_id: PeerID, parts: Sequence[Part]) -> list[tuple[int, Part]]:
         """Return those of a reducer's parts whose averages a member receives, with their numbers, in this order.
@@ -315,7 +323,7 @@ class AllReduce:
         """Scale an average down if a reducer's averages are larger than the gradients of this peer explain."""
         energy, before, most = norm_of(average) ** 2, self._energy[peer_id], self._most_energy[peer_id]
         self._energy[peer_id] += energy
-        if before + energy <= most:
+        if energy == 0 or before + energy <= most:
             return average, None
         excess = f"averages of more than {REPORTED:g} times the bound by this peer's gradients"
         factor = math.sqrt(max(0.0, most - before) / energy)

@@ -34,8 +34,7 @@ class Bounds:
     # `parameter_change` times the own part's norm
     parameter_step: float = math.inf
     parameter_change: float = PARAMETER_CHANGE
-    # Norm that a reducer's averages of gradients may have whatever this peer's gradients are: for peers without any
-    answered_norm: float = math.inf
+    has_gradient: bool = False  # whether a reducer's averages are bounded by this peer's gradients
     believes_weights: bool = False  # see neighbours.py
     are_updates: bool = False  # what is averaged are local updates instead of gradients
 

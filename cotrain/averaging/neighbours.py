@@ -9,7 +9,7 @@ as fast as most others counts for less than it computes. In a run with invitatio
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 
 # Others of a sender from which on there is a majority: of three members, one could call both others too small.
 MIN_OTHERS = 3
@@ -34,24 +34,29 @@ def norm_ratio(num_others: int) -> float:
     return min(4.0, max(1.5, num_others / 4))
 
 
-def medians_of_others(values: Mapping[Hashable, float]) -> dict:
-    """Return for each sender the median of the others' values."""
-    ordered, last = sorted(values.values()), len(values) - 2
+def medians_of_others(values: Mapping[Hashable, float], senders: Iterable[Hashable]) -> dict:
+    """Return for each sender the median of the others' values; infinity if there are none."""
+    ordered = sorted(values.values())
 
-    def median(value: float) -> float:
+    def median(sender: Hashable) -> float:
         rest = ordered.copy()
-        del rest[bisect_left(ordered, value)]
-        return (rest[last // 2] + rest[(last + 1) // 2]) / 2
+        if sender in values:
+            del rest[bisect_left(rest, values[sender])]
+        last = len(rest) - 1
+        return (rest[last // 2] + rest[(last + 1) // 2]) / 2 if rest else math.inf
 
-    return {sender: median(value) for sender, value in values.items()}
+    return {sender: median(sender) for sender in senders}
 
 
-def cap_weights(weights: Mapping[Hashable, float]) -> dict:
-    """Cap each weight, in samples, at `weight_ratio` times the median of the others'."""
-    ratio = weight_ratio(len(weights) - 1)
-    if ratio == math.inf:
-        return dict(weights)
-    return {sender: min(weights[sender], ratio * median) for sender, median in medians_of_others(weights).items()}
+def cap_weights(weights: Mapping[Hashable, float], num_others: int, stuck: Collection[Hashable] = ()) -> dict:
+    """Cap each weight, in samples, at `weight_ratio` times the median of the others' that are above 0.
+
+    :param num_others: of a member, also without those that have sent nothing
+    :param stuck: senders whose weights say nothing of the others'
+    """
+    counted = {sender: weight for sender, weight in weights.items() if weight > 0 and sender not in stuck}
+    ratio, medians = weight_ratio(num_others), medians_of_others(counted, weights)
+    return {sender: min(weight, ratio * medians[sender]) for sender, weight in weights.items()}
 
 
 class NormFilter:
@@ -60,11 +65,13 @@ class NormFilter:
     One part may have any norm within that: rare tokens that only one peer's samples have move their rows of an
     embedding, and nobody else's.
 
+    :param num_others: of a member, also without those that send nothing
     :param is_loose: bound only mistakes. For believed weights, and for local updates, which grow with their number
     """
 
-    def __init__(self, is_loose: bool = False):
-        self.is_loose = is_loose
+    def __init__(self, num_others: int, is_loose: bool = False):
+        self.is_loose = is_loose or num_others < MIN_OTHERS
+        self._ratio = LOOSE_RATIO if self.is_loose else norm_ratio(num_others)
         self._sent: Counter[Hashable] = Counter()  # squared norms of the parts so far
         self._used: Counter[Hashable] = Counter()  # the same after scaling
         self.excessive: set[Hashable] = set()  # senders far above their bound
@@ -79,18 +86,16 @@ class NormFilter:
         :param own_norm: of its weighted values in all of its parts. Others may have as much, so that keys which send
           nothing make no honest peer an outlier
         """
-        if len(norms) < 2:
-            return {}
-        is_loose = self.is_loose or len(norms) <= MIN_OTHERS
-        factors, ratio = {}, LOOSE_RATIO if is_loose else norm_ratio(len(norms) - 1)
+        factors = {}
         self._sent.update({sender: (weights[sender] * norm) ** 2 for sender, norm in norms.items()})
-        medians = medians_of_others({sender: self._sent[sender] for sender in norms})
+        medians = medians_of_others({sender: self._sent[sender] for sender in norms}, norms)
+        weight_medians = medians_of_others({sender: weights[sender] for sender in norms}, norms)
         for sender, norm in norms.items():
             added = (weights[sender] * norm) ** 2
-            bound = ratio**2 * max(medians[sender], own_norm**2)
-            if is_loose:
-                bound *= max(1.0, *(weights[sender] / weights[other] for other in norms)) ** 2
-            if sender != own and added > (rest := max(0.0, bound - self._used[sender])):
+            bound = self._ratio**2 * max(medians[sender], own_norm**2)
+            if self.is_loose:  # as if the others had as many samples
+                bound *= max(1.0, weights[sender] / weight_medians[sender]) ** 2
+            if sender != own and bound > 0 and added > (rest := max(0.0, bound - self._used[sender])):
                 factors[sender] = math.sqrt(rest / added)
                 added = rest
                 if self._sent[sender] > REPORTED**2 * bound:

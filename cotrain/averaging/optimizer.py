@@ -189,7 +189,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             return math.inf
         if self.grad_averager.local_updates or not self._step_seconds:
             return 0.0
-        seconds, local = statistics.fmean(seconds for _, seconds in self._round_times), self._local_seconds
+        seconds, local = statistics.fmean(seconds for _, seconds in tuple(self._round_times)), self._local_seconds
         # A local step that began before a round hides a part of it: on average all of it, or half of a local step.
         idle = seconds**2 / (2 * local) if seconds < local else seconds - local / 2
         return 2 * seconds if idle <= SHORT * self._step_seconds else 0.0
@@ -476,14 +476,14 @@ class CollaborativeOptimizer(hivemind.Optimizer):
     @property
     def averaging_share(self) -> float | None:
         """Fraction of the time for which rounds ran lately; None before the third round."""
-        _, *times = self._round_times or [(0.0, 0.0)]
+        _, *times = tuple(self._round_times) or [(0.0, 0.0)]
         seconds = self._step_seconds
         return min(1.0, statistics.fmean(of_round for _, of_round in times) / seconds) if seconds else None
 
     @property
     def _step_seconds(self) -> float:
         """Mean time between the ends of the last rounds; 0 before the third one."""
-        ends = [end for end, _ in self._round_times]
+        ends = [end for end, _ in tuple(self._round_times)]  # the step thread adds to it
         return (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 2 else 0.0
 
     def pop_records(self) -> list[StepRecord]:

@@ -283,7 +283,7 @@ class ProgressTracker(threading.Thread):
                 stuck.add(peer_id)  # what it has computed says nothing of the others
         for values in (estimated, rates):
             if not self.believes_weights:
-                values.update(cap_weights({peer_id: n for peer_id, n in values.items() if peer_id not in stuck}))
+                values.update(cap_weights(values, len(values) - 1, stuck))
         total = sum(min(samples, round(estimated[peer_id])) for peer_id, samples in reported.items())
         missing = self.target_batch_size - sum(estimated.values())
         return total, max(0.0, missing) / (sum(rates.values()) + 1e-20)

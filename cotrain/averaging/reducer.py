@@ -100,6 +100,7 @@ class Reducer:
     sender_timeout: InitVar[float]  # seconds for the first message of a sender
     timeout: InitVar[float]  # seconds after which all parts are closed with what has arrived
     slow: InitVar[Collection[PeerID]] = ()  # senders that were late for a part of the last round
+    own_norm: float = 0.0  # of this peer's gradients in all parts
 
     def __post_init__(
         self, senders: Sequence[PeerID], sender_timeout: float, timeout: float, slow: Collection[PeerID]
@@ -112,8 +113,7 @@ class Reducer:
         self._senders = {sender: _Sender(is_slow=are_few and sender in slow) for sender in senders}
         self.late: set[PeerID] = set()  # senders without whose values a part was closed
         self._sums: dict[int, _Sum] = defaultdict(_Sum)
-        self._filter = NormFilter(self.bounds.believes_weights or self.bounds.are_updates)
-        self._own_norm = math.hypot(*(norm_of(part.own) for part in self.parts if part.is_gradient))
+        self._filter = NormFilter(len(senders), self.bounds.believes_weights or self.bounds.are_updates)
         self._excesses: dict[PeerID, str] = {}
         self._changed = asyncio.Event()
         self._first_message_by, self._deadline = self._begun + sender_timeout, self._begun + timeout
@@ -205,8 +205,9 @@ class Reducer:
             if sender.started is None and not sender.is_slow:
                 ends.append(self._first_message_by)
             else:
-                started = self._begun if sender.started is None else sender.started
-                ends.append(started + LATE_FACTOR * median + (SLOW_SECONDS if sender.is_slow else LATE_SECONDS))
+                # A slow one that has not even begun may have been held up otherwise.
+                begun, is_slow = sender.started or self._begun, sender.is_slow and sender.started is not None
+                ends.append(begun + LATE_FACTOR * median + (SLOW_SECONDS if is_slow else LATE_SECONDS))
         return min(max(ends), self._deadline) - time.monotonic()
 
     async def _average(self, index: int) -> Average:
@@ -230,9 +231,9 @@ class Reducer:
             return
         weights = {sender: weight for sender, (_, weight) in sums.held.items()}
         if not self.bounds.believes_weights:
-            weights = cap_weights(weights)
+            weights = cap_weights(weights, len(self._senders))
         norms = {sender: norm_of(values) for sender, (values, _) in sums.held.items()}
-        factors = self._filter.factors(norms, weights, None, self._own_norm * weights.get(None, 0.0))
+        factors = self._filter.factors(norms, weights, None, self.own_norm * weights.get(None, 0.0))
         for sender, (values, _) in sums.held.items():
             sums.add(values * factors[sender] if sender in factors else values, weights[sender])
         self.weights |= weights

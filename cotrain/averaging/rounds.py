@@ -313,7 +313,6 @@ class RoundAverager(SafeAverager):
 
         :param weight, distance, counts: samples of this peer, updates that its parameters lack, and whether they count
         """
-        has_reference = weight > 0 and not self.local_updates  # a slow peer's local updates are smaller than the mean
         # The first updates of LAMB move an element by three learning rates.
         rate, factor = (self.learning_rate.value, 1.0) if counts else (self._peak_rate, 1 + min(distance, 64.0))
         return Bounds(
@@ -322,7 +321,8 @@ class RoundAverager(SafeAverager):
             parameter_change=PARAMETER_CHANGE * factor,
             believes_weights=self.believes_weights,
             are_updates=self.local_updates,
-            answered_norm=0.0 if has_reference else self.gradient_bound() or math.inf,
+            # A peer without gradients, or with few local updates, has no measure. The whole average is clipped.
+            has_gradient=weight > 0 and not self.local_updates,
         )
 
     def _block(self, tensors: slice, shares: Sequence[float], takers: Collection[PeerID] | None = None) -> Block:

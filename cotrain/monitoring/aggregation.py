@@ -275,7 +275,8 @@ class MetricsAggregator:
         self.contributors = {peer.key for peer in contributors}
         contributions = [self._take(peer, step) for peer in contributors]
         if not self.believes_weights:
-            caps = cap_weights({number: own.samples_accumulated for number, own in enumerate(contributions)})
+            samples = {number: own.samples_accumulated for number, own in enumerate(contributions)}
+            caps = cap_weights(samples, len(samples) - 1)
             contributions = [own._replace(samples_accumulated=round(caps[n])) for n, own in enumerate(contributions)]
         values = {
             metric.name: _combine(metric, contributions)

@@ -23,7 +23,7 @@ from cotrain.averaging.accumulators import clip_norm
 from cotrain.averaging.allreduce import AllReduce, Block
 from cotrain.averaging.bounds import ANSWERED_NORM, MAX_GRADIENT_NORM, MIN_WEIGHT, Bounds, ViolationError, norm_of
 from cotrain.averaging.compression import COMPRESSIONS
-from cotrain.averaging.neighbours import LOOSE_RATIO
+from cotrain.averaging.neighbours import norm_ratio
 
 OWN = torch.full((100,), 0.1)  # norm 1
 BOUNDS = Bounds(weight=256.0, parameter_step=0.01)
@@ -161,7 +161,7 @@ class Group:
                 prefix="run", group_id=group_id, peer_ids=self.ids, blocks=blocks[number],
                 weight=(weights or [1.0] * len(rates))[number],
                 parameter_weight=1.0,
-                bounds=bounds or Bounds(weight=100.0, parameter_step=1.0, answered_norm=0.0),
+                bounds=bounds or Bounds(weight=100.0, parameter_step=1.0, has_gradient=True),
                 compression=role_compression,
                 **{"part_size_bytes": 512, "sender_timeout": 2.0, "reducer_timeout": 4.0, "timeout": 6.0, **options},
             )
@@ -524,20 +524,33 @@ def test_reducer_that_answers_what_no_honest_peer_answers_has_failed(change, mon
         assert list(member.violations) == [group.ids[2]]
 
 
+def test_member_whose_gradients_are_zero_somewhere_gets_the_average_of_all():
+    """Only one of three has gradients in the first half, as in rows of an embedding."""
+
+    def tensors(number: int) -> list[torch.Tensor]:
+        values = torch.full((ELEMENTS,), 1e-3)
+        values[: ELEMENTS // 2] *= number == 1
+        return [values]
+
+    group, _ = average(lambda: Group([FAST, FAST / 20, FAST], tensors=tensors))
+    expected = torch.cat([torch.full((ELEMENTS // 2,), 1e-3 / 3), torch.full((ELEMENTS // 2,), 1e-3)])
+    assert all(torch.allclose(outputs[0], expected) for outputs in group.outputs)
+    assert not any(member.excesses() for member in group.members)
+
+
 def test_gradients_are_bounded_by_each_other():
-    """A newcomer without samples is no reference, and changes nothing."""
-    scales = [1.0, 1.0, 1e6, 0.0]
+    """A newcomer without samples changes nothing."""
+    scales = [1.0, 1.0, 1e6, 1.0]
 
     def tensors(number: int) -> list[torch.Tensor]:
         return [torch.full((ELEMENTS,), 1e-3 * scales[number])]
 
-    answered = 1e-3 * ELEMENTS**0.5
-    bounds = Bounds(weight=100.0, answered_norm=answered)
-    weights = [2.0, 2.0, 4.0, 0.0]
+    bounds = Bounds(weight=100.0, has_gradient=True)
+    weights, own = [2.0, 2.0, 4.0, 0.0], 1e-3 * ELEMENTS**0.5
     group, _ = average(lambda: Group([FAST, FAST / 20, FAST, FAST], weights, tensors=tensors, bounds=bounds))
-    # The liar has twice the samples. The bound is that of its whole contribution to a reducer.
-    bound = (2 + 2 + 4 * LOOSE_RATIO * 2) / 8 * answered + ANSWERED_NORM * answered
-    honest = [0, 1, 3]
+    # The bound is that of its whole contribution to a reducer, and of a quarter of the answers.
+    bound = (1 + norm_ratio(3)) * own + ANSWERED_NORM * own
+    honest = [0, 1]
     for number in honest:
         assert norm_of(group.outputs[number][0]) < bound
         assert list(group.members[number].excesses()) == [group.ids[2]] and not group.members[number].violations

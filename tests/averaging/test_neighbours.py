@@ -11,17 +11,29 @@ from cotrain.averaging.neighbours import LOOSE_RATIO, NormFilter, cap_weights, n
         ([8, 64, 4096], [8, 64, 4096]),  # of three, two may be the ones that lie
         ([8, 8, 8, 4096], [8, 8, 8, 16]),
         ([1, 2, 3, 4], [1, 2, 3, 4]),  # unequal machines
-        ([0, 0, 8, 8], [0, 0, 0, 0]),
+        ([0, 0, 8, 64], [0, 0, 8, 16]),  # those that have computed nothing yet are no measure
+        ([0, 0, 0, 64], [0, 0, 0, 64]),
         ([8] * 15 + [4096], [8] * 15 + [32]),
         ([8] * 8 + [4096] * 7, [8] * 8 + [32] * 7),
     ],
 )
 def test_weight_has_a_bound_by_the_median_of_the_others(weights, capped):
-    assert list(cap_weights(dict(enumerate(weights))).values()) == capped
+    assert list(cap_weights(dict(enumerate(weights)), len(weights) - 1).values()) == capped
+
+
+def test_who_is_stuck_is_capped_and_no_measure():
+    weights = {"a": 50, "b": 60, "c": 50, "liar": 4096}
+    assert cap_weights(weights, 3, stuck={"liar"}) == {**weights, "liar": 100}
+    assert cap_weights({"a": 50, "b": 60, "c": 1, "d": 1}, 3, stuck={"c", "d"}) == {"a": 50, "b": 60, "c": 1, "d": 1}
+
+
+def test_bounds_hold_if_some_of_the_members_are_late():
+    assert cap_weights({"a": 64, "b": 64, "liar": 4096}, 3)["liar"] == 128
+    assert NormFilter(3).factors({0: 1.0, 1: 1.0, 2: 100.0}, {0: 64, 1: 64, 2: 64}, None, 0.0) == {2: 0.015}
 
 
 def filtered(parts: list[dict[int, float]], weights: dict[int, float] | None = None, own_norm: float = 0.0):
-    filter_ = NormFilter()
+    filter_ = NormFilter(len(parts[0]) - 1)
     weights = weights or dict.fromkeys(range(16), 10.0)
     return [filter_.factors(norms, weights, None, own_norm) for norms in parts], filter_.excessive
 
@@ -43,7 +55,10 @@ EQUAL = dict.fromkeys(range(4), 1.0)
         ([{0: 1.0, 1: 3.0}], None, [{}], set()),
         ([{0: 1.0, 1: 1e6}], None, [{1: LOOSE_RATIO / 1e6}], {1}),
         ([{0: 1.0, 1: 1.0}], {0: 1, 1: 64}, [{}], set()),
+        ([{0: 1.0, 1: 1.0, 2: 1.0}], {0: 1, 1: 64, 2: 64}, [{}], set()),
+        ([{0: 1.0, 1: 1.0, 2: 1e6}], {0: 1e-5, 1: 64, 2: 64}, [{2: LOOSE_RATIO * 2**0.5 / 1e6}], {2}),
         ([{5: 1e6}], None, [{}], set()),
+        ([{0: 0.0, 1: 1.0}], None, [{}], set()),  # rows of an embedding that only one has
     ],
 )
 def test_sender_that_adds_too_much_is_scaled_down(parts, weights, factors, excessive):

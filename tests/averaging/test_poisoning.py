@@ -36,14 +36,8 @@ async def average(gradients: list[torch.Tensor], weights: list[float]) -> torch.
     own, output = gradients[0], torch.empty_like(gradients[0])
     info = CompressionInfo.from_tensor(own, key=0, role=TensorRole.GRADIENT)
     senders = SENDERS[: len(gradients) - 1]
-    reducer = Reducer(
-        [Part(own, output, info, NoCompression())],
-        senders,
-        lambda _: weights[0],
-        Bounds(TARGET_BATCH_SIZE),
-        60.0,
-        60.0,
-    )
+    parts, bounds = [Part(own, output, info, NoCompression())], Bounds(TARGET_BATCH_SIZE)
+    reducer = Reducer(parts, senders, lambda _: weights[0], bounds, 60.0, 60.0, own_norm=float(own.norm()))
     for sender, gradient, weight in zip(senders, gradients[1:], weights[1:], strict=True):
         reducer.start(sender)
         reducer.add(sender, 0, gradient, weight)

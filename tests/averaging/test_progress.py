@@ -221,12 +221,13 @@ def test_contributed_samples_still_count():
 
 @pytest.mark.parametrize(("invited", "seconds"), [(False, 60.0), (True, 0.0)])
 @pytest.mark.parametrize("number", [3, 15])
-def test_claim_of_a_target_batch_does_not_make_a_step_due(number, invited, seconds):
+@pytest.mark.parametrize("age", [0.0, 61.0])
+def test_claim_of_a_target_batch_does_not_make_a_step_due(number, invited, seconds, age):
     """One of the others claims it right after a step; in a run with invitations such claims are believed."""
     tracker = make_tracker(target=(number + 1) * 1000)
     tracker.believes_weights = invited
     honest = [record(peer + 1, samples=8, rate=8.0) for peer in range(number)]
-    see(tracker, *honest, record(99, samples=10**6, rate=10**6))
+    see(tracker, *honest, record(99, samples=10**6, rate=10**6, time=run_time() - age))
     compute(tracker, 8)
     assert tracker.seconds_to_step >= seconds and (tracker.seconds_to_step == 0) == invited
     assert invited or tracker.estimate()[0] <= 0.02 * tracker.target_batch_size
@@ -239,6 +240,13 @@ def test_trainers_that_are_stuck_make_nobody_count_for_less(clock):
         clock.now += HEARTBEAT_SECONDS
         stuck = [record(number, reported_at=run_time(), time=run_time() - clock.now) for number in (2, 3, 4)]
         see(tracker, record(1, samples=60, rate=1.0), *stuck)
+    compute(tracker, 50)
+    assert tracker.seconds_to_step == 0
+
+
+def test_trainers_without_samples_make_nobody_count_for_less():
+    """Three newcomers beside two trainers that have the target batch."""
+    tracker = see(make_tracker(target=100), record(1, samples=50, rate=5.0), *[record(n) for n in (2, 3, 4)])
     compute(tracker, 50)
     assert tracker.seconds_to_step == 0
 

@@ -46,6 +46,12 @@ def test_absurd_samples_do_not_swamp_the_loss():
     assert report.loss == pytest.approx((100 * 2 + 100 * 100) / 200)
 
 
+def test_trainers_without_samples_are_no_measure():
+    metrics = {b"%d" % number: metric(1, samples=samples) for number, samples in enumerate((0, 0, 80, 90))}
+    (report,) = make_aggregator(target_batch_size=100).update(START, metrics)
+    assert report.samples == 170 and report.loss == pytest.approx(5.0)
+
+
 @pytest.mark.parametrize(("invited", "counted"), [(False, 60), (True, 100)])
 def test_free_rider_counts_as_in_the_round(invited, counted):
     """Twice the median of three others, unless each name is one that can be revoked."""
