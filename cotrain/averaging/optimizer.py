@@ -441,7 +441,8 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             if self.dht.peer_id != min(result.members):
                 self.distance = MAX_DISTANCE
             return None
-        self.distance = distance * (1 - result.received_parameters) + 1 - result.received
+        # As a norm: of 13 updates that 2 % of the elements lack, 1.8 are left.
+        self.distance = distance * math.sqrt(1 - result.received_parameters) + 1 - result.received
         self.coordinator.is_settling = distance >= EQUAL
         if self.grad_averager.includes_parameters(step) and result.is_complete:
             self._add_mark(step, result.group_id, is_alone=False)

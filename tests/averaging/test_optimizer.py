@@ -269,7 +269,8 @@ def test_averaging_share_is_the_time_in_rounds(monkeypatch):
 def test_distance_grows_by_what_is_missed_and_shrinks_by_the_parameters_received():
     optimizer = build(average_state_every=2)
     take(optimizer, Outcome.MISSED)
-    for received, distance in ((0.9, 0.2), (1.0, 0.2), (1.0, 0.0)):  # steps 2, 3 and 4
+    left = 0.1**0.5 + 0.1  # of the parameters, and the gradients
+    for received, distance in ((0.9, left), (1.0, left), (1.0, 0.0)):  # steps 2, 3 and 4
         take(optimizer, received=received, parameters=2.9)
         assert optimizer.distance == pytest.approx(distance)
         assert optimizer.recent_rounds[-1] == (received == 1)
