@@ -56,6 +56,7 @@ LEAST_CLAIM = 1 / 64  # of a peer's bandwidth
 PACED_MBITS = 50.0  # below this bandwidth a peer sends its values at that rate, if they take longer than a moment
 # Of a peer, and of all peers, whose part of an unknown group arrives before this peer has the group
 MAX_WAITING_STREAMS, MAX_WAITING_STREAMS_OF_ALL = 2, 256
+MAX_FIRST_BYTES = 256  # of the first message of such a stream, which has no part
 
 
 @dataclass
@@ -388,7 +389,8 @@ class RoundAverager(SafeAverager):
         self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
     ) -> AsyncIterator[averaging_pb2.AveragingData]:
         request = await anext(stream)
-        if await self._will_begin(request.group_id, context.remote_id):
+        is_small = request.ByteSize() <= MAX_FIRST_BYTES  # it may be kept for a while
+        if is_small and await self._will_begin(request.group_id, context.remote_id):
             async for message in super().rpc_aggregate_part(achain(as_aiter(request), stream), context):
                 yield message
         else:

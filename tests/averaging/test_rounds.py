@@ -260,6 +260,15 @@ async def test_part_for_a_round_that_has_ended_is_refused_at_once(clock, group_i
     assert averager._refused == [(group_id, None)]
 
 
+async def test_first_message_that_is_large_is_not_kept(clock):
+    averager = LateAverager()
+    request = AveragingData(group_id=b"group")
+    request.tensor_part.buffer = bytes(1000)
+    async with asyncio.timeout(0.2):
+        answers = averager.rpc_aggregate_part(as_aiter(request), SimpleNamespace(remote_id=None))
+        assert (await anext(answers)).code == BAD_GROUP_ID
+
+
 async def test_number_of_waiting_parts_of_unknown_groups_is_bounded_for_each_peer(clock, monkeypatch):
     monkeypatch.setattr("cotrain.averaging.rounds.MAX_WAITING_STREAMS", 0)
     averager = LateAverager()
