@@ -42,7 +42,7 @@ def wrap(owner: type, name: str, change: Callable) -> None:
 def send_nan() -> None:
     """Send NaN in place of each gradient (and have no guards against NaN)."""
 
-    def load_nan(self, max_norm: float) -> int:
+    def load_nan(self) -> int:
         num_samples, self.num_samples = self.num_samples, 0
         for gradient in self.contribution:
             gradient.fill_(float("nan"))
