@@ -37,7 +37,7 @@ class Run:
         self.trainers = [self.start_trainer(name, pace=pace) for name, pace in PACES.items()]
         join_together(*self.trainers)
         wait_until(lambda: count_samples(scripts.folder) > 0, 120, "the first rounds")
-        self.without = self.measure()
+        self.without = min(1.0, self.measure())  # more than all: samples from before the measurement were applied
 
     def invited(self, name: str) -> tuple:
         path = self.scripts.folder / f"{name}.invitation"
