@@ -19,16 +19,16 @@ import math
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import numpy as np
 import torch
+from scipy.stats import t
 
-from benchmarks.local_updates_simulation import copies_of, parameters_of
+from benchmarks.local_updates_simulation import copies_of, parameters_of, sample_order
 from benchmarks.low_communication import MODEL, SEQ_LENGTH, VOCAB_SIZE, TextTask
 from cotrain.arguments import HyperparameterArguments
 from cotrain.averaging.accumulators import clip_norm
@@ -118,19 +118,13 @@ class Learner:
         return self.task.evaluate(self.model)
 
 
-def sample_order(task: TextTask, seed: int, number: int) -> Iterator[int]:
-    random = np.random.default_rng([seed, 2, number])
-    while True:
-        yield from random.permutation(task.num_samples).tolist()
-
-
 class Trainers:
     """Unequal trainers of one model in simulated time. After `run`, `sizes` has the samples of each step."""
 
     def __init__(self, learner: Learner, variant: Variant, number: int, seed: int, target: int):
         self.learner, self.variant, self.target = learner, variant, target
         self.speeds = [speed for speed, _ in zip(itertools.cycle(SPEEDS), range(number), strict=False)]
-        self._orders = [sample_order(learner.task, seed, trainer) for trainer in range(number)]
+        self._orders = [sample_order(learner.task.num_samples, seed, trainer) for trainer in range(number)]
         self._events: list[tuple[float, int, int]] = []  # time, order, trainer; trainer -1: a round ends
         self._order = itertools.count()
         self._begun: dict[int, tuple[list[torch.Tensor], int]] = {}  # trainer -> parameters and step of its local step
@@ -200,7 +194,7 @@ class Trainers:
 
 def train_alone(learner: Learner, sizes: Sequence[int], seed: int) -> None:
     """Take steps with batches of these sizes in one process."""
-    order = sample_order(learner.task, seed, 0)
+    order = sample_order(learner.task.num_samples, seed, 0)
     for size in sizes:
         total: list[torch.Tensor] = []
         for begin in range(0, size, 2 * MICRO_BATCH):
@@ -215,7 +209,7 @@ def interval(differences: Sequence[float]) -> str:
     mean, number = statistics.fmean(differences), len(differences)
     if number < 2:
         return f"{mean:+.2f} %"
-    factor = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}.get(number, 2.0)
+    factor = t.ppf(0.975, number - 1)
     return f"{mean:+.2f} +- {factor * statistics.stdev(differences) / math.sqrt(number):.2f} %"
 
 

@@ -139,6 +139,13 @@ def copies_of(groups: Sequence[dict]) -> list[dict]:
     return [{**group, "params": [torch.nn.Parameter(p.detach().clone()) for p in group["params"]]} for group in groups]
 
 
+def sample_order(num_samples: int, seed: int, peer: int) -> Iterator[int]:
+    """Iterate over the samples in a peer's order, again and again."""
+    random = np.random.default_rng([seed, 2, peer])
+    while True:
+        yield from random.permutation(num_samples).tolist()
+
+
 class DataParallelPeers:
     """Peers that accumulate gradients. Their models are equal, so one model serves all."""
 
@@ -276,14 +283,9 @@ class Simulation:
         self.result = Result()
         self._model = task.build_model(seed).eval()
         self._random = np.random.default_rng([seed, 1])
-        self._orders = [self._sample_order(seed, number) for number in range(variant.peers)]
+        self._orders = [sample_order(task.num_samples, seed, number) for number in range(variant.peers)]
         self._marks = [budget.samples * part // NUM_EVALUATIONS for part in range(1, NUM_EVALUATIONS)]
         self._arrival = -1  # local step after which the result of the running round arrives; -1: no round
-
-    def _sample_order(self, seed: int, number: int) -> Iterator[int]:
-        random = np.random.default_rng([seed, 2, number])
-        while True:
-            yield from random.permutation(self.task.num_samples).tolist()
 
     def run(self, progress: Callable[[], None] = lambda: None) -> Result:
         """Train until the samples of the budget are computed.

@@ -28,14 +28,7 @@ from hivemind.proto import averaging_pb2, runtime_pb2
 from hivemind.utils import get_logger
 from hivemind.utils.asyncio import amap_in_executor
 
-from cotrain.averaging.bounds import (
-    ANSWERED_FACTOR,
-    ANSWERED_NORM,
-    MIN_WEIGHT,
-    Bounds,
-    ViolationError,
-    norm_of,
-)
+from cotrain.averaging.bounds import ANSWERED_FACTOR, ANSWERED_NORM, MIN_WEIGHT, Bounds, ViolationError, norm_of
 from cotrain.averaging.neighbours import REPORTED
 from cotrain.averaging.reducer import Part, Reducer
 from cotrain.averaging.wire import check_tensor

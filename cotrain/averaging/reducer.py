@@ -202,12 +202,13 @@ class Reducer:
         median = times[middle] if middle < len(times) and len(awaited) + len(times) > 1 else math.inf
         ends = []
         for sender in awaited:
-            if sender.started is None and not sender.is_slow:
-                ends.append(self._first_message_by)
+            if sender.started is not None:
+                seconds = SLOW_SECONDS if sender.is_slow else LATE_SECONDS
+                ends.append(sender.started + LATE_FACTOR * median + seconds)
+            elif sender.is_slow:  # it may have been held up by something else than its link
+                ends.append(self._begun + LATE_FACTOR * median + LATE_SECONDS)
             else:
-                # A slow one that has not even begun may have been held up otherwise.
-                begun, is_slow = sender.started or self._begun, sender.is_slow and sender.started is not None
-                ends.append(begun + LATE_FACTOR * median + (SLOW_SECONDS if is_slow else LATE_SECONDS))
+                ends.append(self._first_message_by)
         return min(max(ends), self._deadline) - time.monotonic()
 
     async def _average(self, index: int) -> Average:
