@@ -18,6 +18,7 @@ from hivemind.compression import CompressionBase, CompressionInfo, NoCompression
 
 from cotrain.arguments import HyperparameterArguments
 from cotrain.averaging.accumulators import GradientAccumulator, UpdateAccumulator, clip_norm
+from cotrain.averaging.bounds import norm_of
 from cotrain.averaging.local_updates import LocalUpdatesOptimizer
 from cotrain.averaging.neighbours import NormFilter
 from cotrain.averaging.sparse import TopK
@@ -114,7 +115,7 @@ def all_reduce(
             received = {
                 sender: part if sender == reducer else _send(part, compression) for sender, part in enumerate(parts)
             }
-            norms = {sender: float(torch.linalg.vector_norm(part)) for sender, part in received.items()}
+            norms = {sender: norm_of(part) for sender, part in received.items() if weights[sender]}
             factors = outliers.factors(norms, dict(enumerate(weights)), reducer, own_norm=0.0)
             total = torch.zeros_like(parts[0])
             for sender, part in received.items():
