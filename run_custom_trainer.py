@@ -14,15 +14,15 @@ from pathlib import Path
 
 from arguments import TrainerArguments
 from cotrain.common.errors import run_script
-from cotrain.common.processes import StopSignal
+from cotrain.common.signals import StopSignal
 from cotrain.training.start import start_trainer
 
 
 def train(args: TrainerArguments, stop: StopSignal) -> None:
     # These imports take seconds, which --help and usage errors do not need.
     from cotrain.peer.peer import open_peer
+    from cotrain.training.builders import build_optimizer
     from cotrain.training.loop import open_loop
-    from cotrain.training.optimizer import build_optimizer
     from cotrain.training.session import open_session
     from cotrain.training.workload import load_workload
 

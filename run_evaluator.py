@@ -16,7 +16,8 @@ from pathlib import Path
 from arguments import BaseTrainingArguments, DatasetArguments, HyperparameterArguments, ReportingArguments
 from cotrain.common.errors import UserError, run_script
 from cotrain.common.flags import flag, parse_command_line
-from cotrain.common.processes import StopSignal, guard_children, ignore_launcher
+from cotrain.common.signals import StopSignal, ignore_launcher
+from peerstep.processes import guard_children
 
 
 @dataclass
@@ -59,7 +60,7 @@ def main() -> None:
         from cotrain.peer.peer import open_peer, supervise
         from cotrain.peer.run_config import adopt_run_config
         from cotrain.tasks.loading import build_model, load_task
-        from cotrain.training.optimizer import open_observer
+        from cotrain.training.builders import open_observer
 
         args, peer_args, dataset_args, hyperparameter_args = adopt_run_config(line, stop)
         setup_logging(peer_args.debug)

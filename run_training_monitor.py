@@ -27,7 +27,8 @@ from cotrain.arguments import check_compression
 from cotrain.common.errors import run_script
 from cotrain.common.flags import ArgumentsError, flag, parse_command_line, parse_repo_id
 from cotrain.common.json_file import write_json
-from cotrain.common.processes import StopSignal, guard_children, ignore_launcher
+from cotrain.common.signals import StopSignal, ignore_launcher
+from peerstep.processes import guard_children
 
 
 @dataclass
@@ -127,7 +128,7 @@ def main() -> None:
         from cotrain.peer.run_config import RunConfig, RunConfigRelay, find_run_config
         from cotrain.peer.tunnel import open_tunnel
         from cotrain.tasks.loading import build_model, load_task
-        from cotrain.training.optimizer import open_observer
+        from cotrain.training.builders import open_observer
 
         arguments, config, is_organiser, is_alone = find_run_config(line, stop, is_monitor=True)
         args, run_args, peer_args = arguments

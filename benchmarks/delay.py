@@ -31,10 +31,10 @@ from scipy.stats import t
 from benchmarks.local_updates_simulation import copies_of, parameters_of, sample_order
 from benchmarks.low_communication import MODEL, SEQ_LENGTH, VOCAB_SIZE, TextTask
 from cotrain.arguments import HyperparameterArguments
-from cotrain.averaging.accumulators import clip_norm
-from cotrain.averaging.patches import apply_patches
-from cotrain.averaging.state import set_schedule
-from cotrain.training.optimizer import build_local_optimizer, build_param_groups, build_scheduler
+from cotrain.training.builders import build_local_optimizer, build_param_groups, build_scheduler
+from peerstep.accumulators import clip_norm
+from peerstep.patches import apply_patches
+from peerstep.state import set_schedule
 from tests.support.peers import prepare_data
 
 SPEEDS = (1.0, 1.5, 1.0, 2.0)  # local steps in a unit of time, repeated

@@ -27,13 +27,13 @@ from transformers import PretrainedConfig, Trainer, TrainerCallback
 
 import run_trainer
 from cotrain.arguments import TRAINER_ARGUMENTS, DatasetArguments
-from cotrain.averaging.accumulators import GradientAccumulator
 from cotrain.common.errors import run_script
 from cotrain.common.flags import parse_arguments
 from cotrain.models import model as models
 from cotrain.task import Task
 from cotrain.tasks.loading import build_model
 from cotrain.training import hf_trainer, workload
+from peerstep.accumulators import GradientAccumulator
 
 VOCAB_SIZE = 30_000
 MOST_SAMPLES = 1024  # of a micro-batch, for the search

@@ -30,8 +30,8 @@ import torch
 from benchmarks.low_communication import TextTask
 from benchmarks.round_records import summarize
 from benchmarks.swarm import BATCH_SIZE, Swarm, open_folder
+from cotrain.training.builders import build_param_groups
 from cotrain.training.checkpoints import STATE_FILE, list_checkpoints, load_training_state
-from cotrain.training.optimizer import build_param_groups
 from tests.support.namespaces import Host, Internet, why_unavailable
 from tests.support.peers import Scripts, prepare_data, read_jsonl
 

@@ -24,7 +24,8 @@ from cotrain.arguments import (
 )
 from cotrain.common.errors import run_script
 from cotrain.common.flags import flag, parse_arguments
-from cotrain.common.processes import StopSignal, guard_children
+from cotrain.common.signals import StopSignal
+from peerstep.processes import guard_children
 from tests.support.altered import Recorder
 
 
@@ -59,13 +60,13 @@ def train(
 ) -> None:
     import torch
 
-    from cotrain.averaging.base import share_parameters
     from cotrain.common.json_file import JsonLinesFile
     from cotrain.common.logs import setup_logging
     from cotrain.models.model import read_config
     from cotrain.peer.addresses import log_visible_maddrs
     from cotrain.peer.peer import open_peer, supervise
-    from cotrain.training.optimizer import build_optimizer
+    from cotrain.training.builders import build_optimizer
+    from peerstep.base import share_parameters
     from tests.support.models import build_model
 
     setup_logging(collaboration_args.debug)
@@ -79,7 +80,7 @@ def train(
         optimizer = build_optimizer(model, peer, training_args.batch_size_per_step(1), args)
         stack.callback(optimizer.shutdown)
         stack.enter_context(supervise({"DHT": peer.dht, **optimizer.processes}, seconds=15.0, exit_code=1))
-        optimizer.round_log = JsonLinesFile(output_dir / "rounds.jsonl", max_bytes=2**24)
+        optimizer.on_round = JsonLinesFile(output_dir / "rounds.jsonl", max_bytes=2**24).write
         recorder = Recorder(output_dir / "traffic.jsonl")
 
         torch.manual_seed(int.from_bytes(peer.public_key[-4:], "big"))

@@ -1,7 +1,7 @@
 """Simulated peers that train one model in one process, with the local and global steps of the trainers. No network.
 
 The local steps are those of LocalUpdatesOptimizer and its accumulator, and the optimizers are those of
-cotrain/training/optimizer.py. A round is computed as its reducers do, without the time that it takes.
+cotrain/training/builders.py. A round is computed as its reducers do, without the time that it takes.
 """
 
 import heapq
@@ -17,19 +17,19 @@ from hivemind.averaging.partition import TensorPartContainer
 from hivemind.compression import CompressionBase, CompressionInfo, NoCompression, deserialize_torch_tensor
 
 from cotrain.arguments import HyperparameterArguments
-from cotrain.averaging.accumulators import GradientAccumulator, UpdateAccumulator, clip_norm
-from cotrain.averaging.bounds import norm_of
-from cotrain.averaging.local_updates import LocalUpdatesOptimizer
-from cotrain.averaging.neighbours import NormFilter
-from cotrain.averaging.sparse import TopK
-from cotrain.averaging.state import set_schedule
-from cotrain.training.optimizer import (
+from cotrain.training.builders import (
     COMPRESSIONS,
     build_local_optimizer,
     build_outer_optimizer,
     build_param_groups,
     build_scheduler,
 )
+from peerstep.accumulators import GradientAccumulator, UpdateAccumulator, clip_norm
+from peerstep.bounds import norm_of
+from peerstep.local_updates import LocalUpdatesOptimizer
+from peerstep.neighbours import NormFilter
+from peerstep.sparse import TopK
+from peerstep.state import set_schedule
 
 SPEEDS = (1, 2, 1, 4)  # of the peers, repeated
 WARMUP_FRACTION = 0.05  # of the global steps

@@ -27,10 +27,10 @@ from tqdm.auto import tqdm
 
 from benchmarks.local_updates_simulation import SPEEDS, Budget, Simulation, Variant
 from cotrain.arguments import DatasetArguments, HyperparameterArguments
-from cotrain.averaging.patches import apply_patches
 from cotrain.data.manifest import Manifest
 from cotrain.monitoring.evaluation import Evaluator
 from cotrain.tasks.loading import load_task
+from peerstep.patches import apply_patches
 from run_evaluator import EvaluatorArguments
 from tests.support.models import build_model
 from tests.support.peers import prepare_data, read_jsonl

@@ -26,8 +26,8 @@ from cotrain.common.errors import run_script
 from cotrain.common.flags import parse_arguments
 from cotrain.monitoring.evaluation import Evaluator
 from cotrain.tasks.loading import build_model, load_samples, load_task
+from cotrain.training.builders import build_local_optimizer, build_param_groups, build_scheduler
 from cotrain.training.hf_trainer import build_training_arguments, choose_devices
-from cotrain.training.optimizer import build_local_optimizer, build_param_groups, build_scheduler
 from run_evaluator import EvaluatorArguments
 from tests.support.altered import Recorder
 

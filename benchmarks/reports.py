@@ -23,11 +23,11 @@ from hivemind.dht import node as dht_node
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.utils.crypto import RSAPrivateKey
 
-from cotrain.averaging.progress import HEARTBEAT_SECONDS, SECONDS_PER_PEER
-from cotrain.averaging.progress_record import PeerProgress
-from cotrain.dht import node as own_node
-from cotrain.dht.clock import run_time
 from cotrain.dht.run_records import make_validators
+from peerstep import node as own_node
+from peerstep.clock import run_time
+from peerstep.progress import HEARTBEAT_SECONDS, SECONDS_PER_PEER
+from peerstep.progress_record import PeerProgress
 
 KEY = f"run_{own_node.PROGRESS}"
 

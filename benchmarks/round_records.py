@@ -53,7 +53,7 @@ class PeerRecords:
 def read_records(
     name: str, folder: Path, absences: Iterable[tuple[float, float]] = (), clock: float = 0.0
 ) -> PeerRecords:
-    """Read what a trainer has recorded in its output folder, see tests/support/altered.py and cotrain/averaging.
+    """Read what a trainer has recorded in its output folder, see tests/support/altered.py and peerstep.
 
     :param clock: seconds by which the trainer's clock is ahead
     """

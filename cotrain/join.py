@@ -12,17 +12,18 @@ from cotrain.common.argument_parser import KeywordParser
 from cotrain.common.atomic_files import lock_folder
 from cotrain.common.errors import UserError, report_uncaught_errors
 from cotrain.common.logs import setup_logging
-from cotrain.common.processes import StopSignal, call_off_exits, guard_children, ignore_launcher
+from cotrain.common.signals import StopSignal, ignore_launcher
 from cotrain.models.model import choose_kernels, seeded_by
 from cotrain.peer.peer import open_peer
 from cotrain.peer.run_config import adopt_run_config
 from cotrain.peer.tunnel import open_tunnel
 from cotrain.status.status import recorded_start
 from cotrain.task import Task
+from cotrain.training.builders import build_optimizer
 from cotrain.training.hf_trainer import choose_devices
 from cotrain.training.loop import TrainingLoop, open_loop
-from cotrain.training.optimizer import build_optimizer
 from cotrain.training.session import open_session
+from peerstep.processes import call_off_exits, guard_children
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TextIO
 
 from cotrain.common.errors import UserError
-from cotrain.common.processes import leave_with_parent
+from peerstep.processes import leave_with_parent
 
 # ALBERT-large with 512 tokens in mixed precision keeps 0.73 GiB of activations per sample, and needs another 0.2 GiB
 # for the logits of 30 000 tokens. CUDA, weights and gradients take 1 GiB; the rest is for fragmentation.

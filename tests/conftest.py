@@ -16,7 +16,7 @@ import pytest
 from filelock import FileLock
 from hypothesis import settings
 
-from cotrain.common.processes import guard_children, keep_memory_shared
+from peerstep.processes import guard_children, keep_memory_shared
 from tests.support.launcher import Launcher
 from tests.support.namespaces import Internet, why_unavailable
 from tests.support.peers import Scripts, prepare_data
@@ -112,7 +112,7 @@ def unchanged_environment() -> Iterator[None]:
 @pytest.fixture
 def patches() -> None:
     """What `start_peer` does first; for tests of what hivemind finds only when it is replaced."""
-    from cotrain.averaging.patches import apply_patches  # it imports a lot
+    from peerstep.patches import apply_patches  # it imports a lot
 
     apply_patches()
 
@@ -183,6 +183,6 @@ def build_swarm(network, tmp_path, monkeypatch) -> Iterator[Callable]:
     """Builds the peers of a run in the tests' process; its options are those of `local_optimizer`."""
     from tests.support.swarm import Swarm
 
-    monkeypatch.setattr("cotrain.averaging.reducer.LATE_SECONDS", 60.0)  # a busy machine exceeds it
+    monkeypatch.setattr("peerstep.reducer.LATE_SECONDS", 60.0)  # a busy machine exceeds it
     with ExitStack() as stack:
         yield lambda **options: Swarm(stack, network, tmp_path, **options)

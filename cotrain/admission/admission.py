@@ -22,8 +22,8 @@ from hivemind.utils import MSGPackSerializer, get_logger
 from cotrain.admission.invitations import Invitation, InvitationError, check_token, load_invitation
 from cotrain.admission.revocations import RevocationStore
 from cotrain.common.errors import UserError
-from cotrain.dht.clock import run_time
-from cotrain.dht.node import RelayedP2P, SafeDHT
+from peerstep.clock import run_time
+from peerstep.node import RelayedP2P, SafeDHT
 
 logger = get_logger(__name__)
 

@@ -20,7 +20,7 @@ from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 
 from cotrain.common.atomic_files import new_file
 from cotrain.common.errors import UserError
-from cotrain.dht.records import peer_id_of
+from peerstep.records import peer_id_of
 
 
 class InvitationError(Exception):

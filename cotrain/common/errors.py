@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 from cotrain.common.diagnosis import next_hint
-
-TEMPORARY = 75  # EX_TEMPFAIL of sysexits.h: another start may help
+from peerstep.processes import EXIT_TEMPORARY as TEMPORARY
 
 # Modules that are in requirements-organiser.txt, but not in requirements.txt.
 ORGANISER_MODULES = {"boto3", "trackio", "wandb"}

@@ -13,12 +13,12 @@ from datasets.table import MemoryMappedTable
 from tqdm.auto import tqdm
 
 from cotrain.common.errors import UserError
-from cotrain.common.processes import leave_with_parent
 from cotrain.data.corpus import Documents
 from cotrain.data.encoding import TextEncoder
 from cotrain.data.manifest import Manifest
 from cotrain.data.packing import SCHEMAS, PackingConfig, PackingStats, build_samples, group_documents
 from cotrain.data.tokenizers import load_tokenizer
+from peerstep.processes import leave_with_parent
 
 
 def tokenize_corpus(

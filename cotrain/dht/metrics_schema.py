@@ -10,10 +10,10 @@ from functools import cache
 
 import pydantic.v1 as pydantic  # hivemind's schemas are pydantic v1 models, a v2 model raises
 
-MAX_STEP = 2**31 - 1  # more global steps than any run makes
+from peerstep.history import MAX_STEP
+
 MAX_COUNT = 10**9
 MAX_NUMBER = 1e9
-MAX_ROUNDS = 64  # newest rounds, or global steps, that a trainer counts
 MAX_FIELDS = 32  # of a record, including unknown fields
 
 HISTORY_LENGTH = 64  # maximum number of entries in a trainer's history

@@ -33,10 +33,10 @@ import statistics
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cotrain.averaging.neighbours import cap_weights
-from cotrain.averaging.progress_record import PeerProgress, read_progress
 from cotrain.dht.metrics_schema import HISTORY_LENGTH, LocalMetrics, Metric, describe_metrics
 from cotrain.monitoring.parsing import PeerStep, parse_history, parse_metrics
+from peerstep.neighbours import cap_weights
+from peerstep.progress_record import PeerProgress, read_progress
 
 MAX_JUMP = HISTORY_LENGTH  # steps; normal progress between two refreshes
 MAX_STEPS_PER_SECOND = 10.0  # above the rate of any run: matchmaking alone takes seconds, half a second in a toy demo
@@ -101,7 +101,7 @@ class MetricsAggregator:
     settle_time: float = 30.0  # seconds to wait for stragglers
     late_time: float = 120.0  # the same, for those that have contributed
     target_batch_size: int = 4096  # samples per global step, which bound the weight of one peer
-    believes_weights: bool = False  # whether samples have no other bound, see cotrain/averaging/neighbours.py
+    believes_weights: bool = False  # whether samples have no other bound, see peerstep/neighbours.py
     schema: type[LocalMetrics] = LocalMetrics
 
     def __post_init__(self):

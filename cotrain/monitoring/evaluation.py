@@ -13,17 +13,17 @@ from accelerate.utils import send_to_device
 from hivemind.utils import get_logger
 from tqdm import tqdm
 
-from cotrain.averaging.progress_record import read_progress
-from cotrain.averaging.state import TrainingStateAverager
 from cotrain.common.backoff import Backoff
-from cotrain.dht import run_records
-from cotrain.dht.clock import run_time
 from cotrain.dht.metrics_schema import MAX_NUMBER
 from cotrain.monitoring.aggregation import MAX_SILENCE, MAX_SPREAD
 from cotrain.monitoring.reporters import Reporters
 from cotrain.peer.peer import Peer
 from cotrain.task import Task
 from cotrain.tasks.loading import load_samples
+from peerstep import records as dht_records
+from peerstep.clock import run_time
+from peerstep.progress_record import read_progress
+from peerstep.state import TrainingStateAverager
 
 logger = get_logger(__name__)
 
@@ -89,7 +89,7 @@ class EvaluationLoop:
         One false claim does not change it: those far behind the evaluated step, such as 0, do not count. If all are
         behind it, the run has gone back.
         """
-        records = run_records.get_records(self.peer.dht, f"{self.run_id}_training_progress")
+        records = dht_records.get_records(self.peer.dht, f"{self.run_id}_training_progress")
         trainers, now = list(read_progress(records).values()), run_time()
         heard = [progress for progress in trainers if now - progress.reported_at <= MAX_SILENCE] or trainers
         epochs = [progress.epoch for progress in heard]

@@ -10,12 +10,8 @@ from typing import Any
 import torch
 from hivemind.utils import get_logger
 
-from cotrain.averaging.history import different_marks, read_marks
-from cotrain.averaging.state import TrainingStateAverager
 from cotrain.common.backoff import Backoff
 from cotrain.common.errors import TemporaryError
-from cotrain.dht import run_records
-from cotrain.dht.clock import run_time
 from cotrain.dht.run_records import MonitorStatus
 from cotrain.monitoring.advice import Adviser
 from cotrain.monitoring.aggregation import MAX_JUMP, MetricsAggregator, StepReport
@@ -29,6 +25,10 @@ from cotrain.status.client_mode import ClientModeAlarm
 from cotrain.task import Task
 from cotrain.training import checkpoints
 from cotrain.training.checkpoints import TrainingState
+from peerstep import records as dht_records
+from peerstep.clock import run_time
+from peerstep.history import different_marks, read_marks
+from peerstep.state import TrainingStateAverager
 
 logger = get_logger(__name__)
 
@@ -168,7 +168,7 @@ class TrainingMonitor:
             self.uploader.update(page, run_is_over=bool(leaving) and all(leaving))
         status = MonitorStatus(stores_checkpoints=self.keeper is not None, checkpoint_step=checkpoint_step)
         lifetime = 4 * self.args.refresh_period + 60
-        run_records.store_record(
+        dht_records.store_record(
             self.peer.dht, f"{self.run_id}_monitor", self.peer.public_key, status.dict(), lifetime
         )
 
@@ -196,7 +196,7 @@ class TrainingMonitor:
         logger.info(f"The monitor has stopped {newest}{checkpoint if self.keeper is not None else ''}")
 
     def _read(self, name: str) -> dict:
-        return run_records.get_records(self.peer.dht, f"{self.run_id}_{name}")
+        return dht_records.get_records(self.peer.dht, f"{self.run_id}_{name}")
 
     def _report(self, reports: list[StepReport]) -> None:
         shares = parse_shares(self._read("rounds")) if reports else {}

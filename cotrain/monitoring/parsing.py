@@ -10,7 +10,8 @@ from collections import namedtuple
 from collections.abc import Hashable, Iterator, Mapping
 from functools import cache
 
-from cotrain.dht.metrics_schema import MAX_ROUNDS, LocalMetrics, describe_metrics, read_row
+from cotrain.dht.metrics_schema import LocalMetrics, describe_metrics, read_row
+from peerstep.progress_record import MAX_ROUNDS
 
 
 @cache
@@ -34,7 +35,7 @@ def _records(raw: Mapping | None) -> Iterator[tuple[Hashable, object, float]]:
 
 
 def parse_metrics(raw: Mapping | None, schema: type[LocalMetrics] = LocalMetrics) -> list[PeerStep]:
-    """Parse the records under `{run_id}_metrics`: peer -> value, see `run_records.get_records`."""
+    """Parse the records under `{run_id}_metrics`: peer -> value, see `dht_records.get_records`."""
     peer_step, names = peer_step_class(schema), [metric.name for metric in describe_metrics(schema)]
     return [peer_step(peer, *map(value.get, names), expires) for peer, value, expires in _records(raw)]
 

@@ -1,6 +1,5 @@
 """Addresses of a peer: which to announce, and which to give to other peers."""
 
-import re
 import socket
 from collections.abc import Sequence
 from ipaddress import ip_address
@@ -70,12 +69,6 @@ def choose_internet_maddrs(visible_maddrs: Sequence[Multiaddr], only_p2p: bool =
     """Return the addresses to publish on the internet; none if all are of this machine or the local network."""
     is_reachable = only_p2p or any(_address_scope(maddr) == 3 for maddr in visible_maddrs)
     return choose_maddrs(visible_maddrs, only_p2p) if is_reachable else []
-
-
-def find_tcp_endpoint(maddr: Multiaddr | str) -> tuple[str, int] | None:
-    """Return host and port of an address such as /ip4/192.0.2.1/tcp/31337/...; None for other addresses."""
-    match = re.match(r"/(?:ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/(\d+)", str(maddr))
-    return (match[1], int(match[2])) if match else None
 
 
 def peer_id_in(initial_peer: str) -> PeerID:

@@ -19,15 +19,16 @@ from hivemind.utils.crypto import RSAPrivateKey
 from cotrain.admission.admission import InvitedDHT, explain_refusal, load_admission
 from cotrain.admission.invitations import load_identity, write_private_key
 from cotrain.arguments import BaseTrainingArguments
-from cotrain.averaging.patches import apply_patches
 from cotrain.common.atomic_files import lock_folder, remove_leftovers
 from cotrain.common.errors import TEMPORARY, TemporaryError, UserError
-from cotrain.common.processes import StopSignal, Watchdog, exit_after, keep_memory_shared, start_shared_memory_manager
-from cotrain.dht.node import SafeDHT, use_own_socket_folder
-from cotrain.dht.records import peer_id_of
+from cotrain.common.signals import StopSignal
 from cotrain.dht.run_records import make_validators
 from cotrain.peer.addresses import peer_id_in
-from cotrain.peer.redial import BootstrapRedialer, set_run_clock
+from peerstep.node import SafeDHT, use_own_socket_folder
+from peerstep.patches import apply_patches
+from peerstep.processes import Watchdog, exit_after, keep_memory_shared, start_shared_memory_manager
+from peerstep.records import peer_id_of
+from peerstep.redial import BootstrapRedialer, set_run_clock
 
 logger = get_logger(__name__)
 

@@ -22,19 +22,18 @@ from hivemind.utils import get_logger
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 
 from cotrain.arguments import TRAINER_ARGUMENTS, BaseTrainingArguments, CollaborationArguments
-from cotrain.averaging.progress_record import PROTOCOL
 from cotrain.common.argument_parser import CommandLine
 from cotrain.common.errors import TemporaryError, UserError, require_packages
 from cotrain.common.flags import MAX_NUMBER, check_maddr, find_settings, has_secret
 from cotrain.common.json_file import JsonFile, write_json
 from cotrain.common.logs import setup_logging
-from cotrain.common.processes import StopSignal
-from cotrain.dht.clock import run_time
-from cotrain.dht.records import peer_id_of, signer_of
-from cotrain.dht.run_records import get_dictionary, store_record
+from cotrain.common.signals import StopSignal
 from cotrain.models.config import is_inline, is_published_name, to_published_model
 from cotrain.peer.addresses import peer_id_in
 from cotrain.peer.peer import Peer, find_own_id, start_peer
+from peerstep.clock import run_time
+from peerstep.progress_record import PROTOCOL
+from peerstep.records import get_dictionary, peer_id_of, signer_of, store_record
 
 logger = get_logger(__name__)
 

@@ -8,12 +8,13 @@ from pathlib import Path
 from hivemind.utils import get_logger
 
 from cotrain.arguments import CollaborationArguments
-from cotrain.averaging.coordinator import Outcome, StepRecord
-from cotrain.averaging.optimizer import CollaborativeOptimizer
-from cotrain.common.threads import PeriodicThread
-from cotrain.dht.metrics_schema import MAX_COUNT, MAX_ROUNDS
+from cotrain.dht.metrics_schema import MAX_COUNT
 from cotrain.status.loss_meter import LossMeter
 from cotrain.status.status import TrainerStatus, describe_progress, write_status
+from peerstep.coordinator import Outcome, StepRecord
+from peerstep.optimizer import CollaborativeOptimizer
+from peerstep.progress_record import MAX_ROUNDS
+from peerstep.threads import PeriodicThread
 
 logger = get_logger(__name__)
 

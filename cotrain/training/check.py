@@ -23,20 +23,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from cotrain.arguments import CollaborationArguments, LocalTrainingArguments, TrainerArguments
-from cotrain.averaging.progress_record import read_progress
 from cotrain.common.argument_parser import CommandLine
 from cotrain.common.atomic_files import lock_folder
 from cotrain.common.diagnosis import diagnose
 from cotrain.common.errors import UserError, describe
-from cotrain.common.processes import StopSignal
-from cotrain.dht.run_records import get_records
-from cotrain.peer.addresses import find_tcp_endpoint, peer_id_in
+from cotrain.common.signals import StopSignal
+from cotrain.peer.addresses import peer_id_in
 from cotrain.peer.peer import Peer, open_peer
 from cotrain.peer.run_config import adopt_run_config
 from cotrain.peer.tunnel import open_tunnel
+from cotrain.training.builders import open_observer
 from cotrain.training.hf_trainer import autocast_dtype
-from cotrain.training.optimizer import open_observer
 from cotrain.training.workload import Workload, load_workload
+from peerstep.progress_record import read_progress
+from peerstep.records import get_records
+from peerstep.redial import find_tcp_endpoint
 
 REQUIREMENTS = Path(__file__).parents[2] / "requirements.txt"
 MUST_BE_EQUAL = "hivemind"  # peers of other versions may not understand each other; torch may fit the driver

@@ -18,10 +18,10 @@ import torch
 from hivemind.utils import get_logger
 from safetensors.torch import save_model
 
-from cotrain.averaging.state import StateLoadError, TrainingStateAverager
 from cotrain.common.atomic_files import new_folder
 from cotrain.common.errors import first_line
 from cotrain.task import Task
+from peerstep.state import StateLoadError, TrainingStateAverager
 
 logger = get_logger(__name__)
 

@@ -12,11 +12,11 @@ from torch.utils.data import Sampler
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from cotrain.arguments import LocalTrainingArguments
-from cotrain.averaging.optimizer import CollaborativeOptimizer
 from cotrain.common.errors import UserError
 from cotrain.models.model import derive_seed
 from cotrain.status.loss_meter import LossMeter
 from cotrain.task import Task
+from peerstep.optimizer import CollaborativeOptimizer
 
 logger = get_logger(__name__)
 

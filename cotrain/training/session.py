@@ -13,18 +13,12 @@ import torch
 from hivemind.utils import get_logger
 
 from cotrain.arguments import TrainerArguments
-from cotrain.averaging.coordinator import Outcome, StepRecord
-from cotrain.averaging.optimizer import CollaborativeOptimizer
-from cotrain.averaging.state import StateLoadError, all_finite
 from cotrain.common.errors import TemporaryError, UserError, first_line
 from cotrain.common.json_file import JsonLinesFile
 from cotrain.common.names import derive_name, label
-from cotrain.common.processes import StopSignal, Watchdog
 from cotrain.common.run_folder import claim_folder
-from cotrain.dht import run_records
-from cotrain.dht.clock import run_time
+from cotrain.common.signals import StopSignal
 from cotrain.dht.metrics_schema import history_length
-from cotrain.dht.records import signer_of
 from cotrain.dht.run_records import LocalMetrics, PeerInfo, RoundStatistics
 from cotrain.peer.addresses import log_visible_maddrs, peer_id_in
 from cotrain.peer.peer import Peer, supervise
@@ -36,6 +30,13 @@ from cotrain.status.status_keeper import StatusKeeper
 from cotrain.task import Task
 from cotrain.training import checkpoints
 from cotrain.training.checkpoints import TrainingState
+from peerstep import records as dht_records
+from peerstep.clock import run_time
+from peerstep.coordinator import Outcome, StepRecord
+from peerstep.optimizer import CollaborativeOptimizer
+from peerstep.processes import Watchdog
+from peerstep.records import signer_of
+from peerstep.state import StateLoadError, all_finite
 
 logger = get_logger(__name__)
 
@@ -70,7 +71,7 @@ class TrainingSession:
         shown = label(self.name, self.peer.dht.peer_id)
         self.loss_meter = LossMeter()
         self.status = StatusKeeper(self.folder, self.optimizer, self.args, shown, self.loss_meter, self.should_stop)
-        self.optimizer.round_log = JsonLinesFile(self.folder / "rounds.jsonl", max_bytes=16 * 2**20)
+        self.optimizer.on_round = JsonLinesFile(self.folder / "rounds.jsonl", max_bytes=16 * 2**20).write
         self.history: deque[LocalMetrics] = deque(maxlen=history_length())
         self.num_recoveries = 0
         self.joined_at = -math.inf
@@ -216,7 +217,7 @@ class TrainingSession:
 
     def _store(self, name: str, value: object) -> None:
         key = f"{self.args.run_id}_{name}"
-        run_records.store_record(self.peer.dht, key, self.peer.public_key, value, self.args.statistics_expiration)
+        dht_records.store_record(self.peer.dht, key, self.peer.public_key, value, self.args.statistics_expiration)
 
     def publish_rounds(self) -> None:
         rounds = list(self.optimizer.recent_rounds)
@@ -277,7 +278,7 @@ class TrainingSession:
         monitors = {*map(peer_id_in, self.args.initial_peers), config and config.organiser}
         while time.monotonic() < deadline and not self.should_stop():
             self.watchdog.record_work()
-            records = run_records.get_dictionary(self.peer.dht, f"{self.args.run_id}_monitor").items()
+            records = dht_records.get_dictionary(self.peer.dht, f"{self.args.run_id}_monitor").items()
             statuses = [record.value for subkey, record in records if signer_of(subkey) in monitors]
             if all(status["checkpoint_step"] >= step for status in statuses if status["stores_checkpoints"]):
                 return

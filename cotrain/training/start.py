@@ -8,8 +8,9 @@ from pathlib import Path
 from cotrain.arguments import TRAINER_ARGUMENTS, TrainerArguments
 from cotrain.common.errors import require_packages
 from cotrain.common.flags import parse_command_line
-from cotrain.common.processes import StopSignal, guard_children, ignore_launcher
+from cotrain.common.signals import StopSignal, ignore_launcher
 from cotrain.status.status import recorded_start, show_status
+from peerstep.processes import guard_children
 
 
 def start_trainer(train: Callable[[TrainerArguments, StopSignal], None], description: str) -> None:

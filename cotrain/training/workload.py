@@ -6,12 +6,12 @@ import torch
 from torch.utils.data import Dataset
 
 from cotrain.arguments import TrainerArguments
-from cotrain.averaging.base import share_parameters
 from cotrain.common.errors import UserError
 from cotrain.models.model import choose_kernels, enable_gradient_checkpointing
 from cotrain.task import Task
 from cotrain.tasks.loading import build_model, load_samples, load_task
 from cotrain.training.hf_trainer import choose_devices
+from peerstep.base import share_parameters
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ def test_a_peer_of_this_project_and_hivemind_are_hinted():
         "from cotrain.common.logs import setup_logging\n"
         "from hivemind.utils import get_logger\n"
         "setup_logging()\n"
-        f"get_logger('cotrain.averaging.optimizer').warning({NO_GROUP!r})\n"
+        f"get_logger('peerstep.optimizer').warning({NO_GROUP!r})\n"
         f"get_logger('hivemind.dht.protocol').warning({FIREWALL!r})\n"
     )
     result = subprocess.run(

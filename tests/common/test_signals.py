@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cotrain.common.processes import ignore_launcher
+from cotrain.common.signals import ignore_launcher
 from tests.support.peers import ROOT, wait_until
 
 pytestmark = pytest.mark.programs
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.programs
 SCRIPT = """\
 import ctypes, sys, time
 from cotrain.common.errors import TemporaryError, run_script
-from cotrain.common.processes import StopSignal
+from cotrain.common.signals import StopSignal
 
 log = open(sys.argv[1], "w", buffering=1)
 
@@ -193,7 +193,8 @@ def test_ctrl_c_counts_once_while_children_are_forked():
     """A child that is not detached yet has the handlers of its parent, and the pipe that the parent reads."""
     script = """\
 import multiprocessing, os, signal, time
-from cotrain.common.processes import StopSignal, guard_children
+from cotrain.common.signals import StopSignal
+from peerstep.processes import guard_children
 
 guard_children()
 with StopSignal(grace=1e6) as stop:

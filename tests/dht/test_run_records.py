@@ -26,20 +26,12 @@ from hivemind.utils.multiaddr import Multiaddr
 from cotrain.admission.invitations import load_identity
 from cotrain.arguments import BaseTrainingArguments
 from cotrain.common.errors import UserError
-from cotrain.dht.clock import run_time
-from cotrain.dht.node import DHTProtocol
-from cotrain.dht.records import RunValidator, signer_of
-from cotrain.dht.run_records import (
-    HISTORY_LENGTH,
-    PeerInfo,
-    RoundStatistics,
-    SignatureValidator,
-    get_dictionary,
-    make_validators,
-    store_record,
-)
-from cotrain.peer.addresses import announce_public_ip, choose_maddrs, find_tcp_endpoint, fix_tcp_port, get_free_port
-from cotrain.peer.redial import _redial
+from cotrain.dht.run_records import HISTORY_LENGTH, PeerInfo, RoundStatistics, make_validators
+from cotrain.peer.addresses import announce_public_ip, choose_maddrs, fix_tcp_port, get_free_port
+from peerstep.clock import run_time
+from peerstep.node import DHTProtocol
+from peerstep.records import RunValidator, SignatureValidator, get_dictionary, signer_of, store_record
+from peerstep.redial import _redial, find_tcp_endpoint
 from tests.support.hostile_peer import RAW, nest
 from tests.support.peers import local_peer
 
@@ -182,7 +174,7 @@ def test_largest_dictionary_fits_into_one_answer():
 
 def test_more_signers_than_a_run_has_peers_are_refused(monkeypatch):
     now = get_dht_time()
-    monkeypatch.setattr("cotrain.dht.records.run_time", lambda: now)
+    monkeypatch.setattr("peerstep.records.run_time", lambda: now)
     monkeypatch.setattr(RunValidator, "MAX_SUBKEYS", 3)
     validator = RunValidator([], dict.fromkeys((b"key", b"another key"), 100.0))
     signers = [MSGPackSerializer.dumps(make_validators("run", RSAPrivateKey())[1]) for _ in range(4)]

@@ -125,7 +125,7 @@ def fuzz(examples: int, log_lines: int = 0) -> Callable:
         @pytest.mark.usefixtures("patches")
         def test(number: int) -> None:
             options = {"derandomize": True, "database": None, "deadline": None, "report_multiple_bugs": False}
-            alarm, loggers = Alarm(), [logging.getLogger(name) for name in ("cotrain", "hivemind")]
+            alarm, loggers = Alarm(), [logging.getLogger(name) for name in ("cotrain", "peerstep", "hivemind")]
             for logger in loggers:
                 logger.addHandler(alarm)
             try:

@@ -34,11 +34,20 @@ from cotrain.admission.admission import Admission
 from cotrain.admission.invitations import InvitationError, check_token, make_invitation
 from cotrain.admission.revocations import Revocations, RevocationStore
 from cotrain.arguments import TRAINER_ARGUMENTS
-from cotrain.averaging.bounds import MIN_WEIGHT, Bounds, ViolationError
-from cotrain.averaging.compression import COMPRESSIONS
-from cotrain.averaging.download import StateDownload, StateLoadError, check_epoch, rank_donors
-from cotrain.averaging.history import NUM_MARKS, add_mark, parse_marks, read_marks
-from cotrain.averaging.matchmaking import (
+from cotrain.common.argument_parser import ArgumentParser
+from cotrain.common.errors import UserError
+from cotrain.data.archive import DATASET, MIN_LIMIT, TOKENIZER, unpack_archive
+from cotrain.data.manifest import Manifest
+from cotrain.dht.run_records import make_validators
+from cotrain.monitoring.aggregation import MetricsAggregator
+from cotrain.monitoring.contributors import Contributors
+from cotrain.monitoring.parsing import parse_shares
+from cotrain.peer.run_config import RunConfig, check_safe, choose, refuse_differences
+from peerstep import redial
+from peerstep.bounds import MIN_WEIGHT, Bounds, ViolationError
+from peerstep.compression import COMPRESSIONS
+from peerstep.history import MAX_STEP, NUM_MARKS, add_mark, parse_marks, read_marks
+from peerstep.matchmaking import (
     MAX_HELD_REQUESTS,
     Claims,
     StepMatchmaking,
@@ -47,21 +56,11 @@ from cotrain.averaging.matchmaking import (
     parse_claims,
     parse_group_key,
 )
-from cotrain.averaging.progress_record import PeerProgress, parse_progress
-from cotrain.averaging.wire import TensorAssembler, TensorSpec, check_tensor
-from cotrain.common.argument_parser import ArgumentParser
-from cotrain.common.errors import UserError
-from cotrain.data.archive import DATASET, MIN_LIMIT, TOKENIZER, unpack_archive
-from cotrain.data.manifest import Manifest
-from cotrain.dht.metrics_schema import MAX_STEP
-from cotrain.dht.node import DHTProtocol, bucket_of
-from cotrain.dht.records import peer_id_of
-from cotrain.dht.run_records import make_validators
-from cotrain.monitoring.aggregation import MetricsAggregator
-from cotrain.monitoring.contributors import Contributors
-from cotrain.monitoring.parsing import parse_shares
-from cotrain.peer import redial
-from cotrain.peer.run_config import RunConfig, check_safe, choose, refuse_differences
+from peerstep.node import DHTProtocol, bucket_of
+from peerstep.progress_record import PeerProgress, parse_progress
+from peerstep.records import peer_id_of
+from peerstep.state_download import StateDownload, StateLoadError, check_epoch, rank_donors
+from peerstep.wire import TensorAssembler, TensorSpec, check_tensor
 from run_training_monitor import ARGUMENTS as MONITOR_ARGUMENTS
 from tests.fuzz.mutations import NUMBERS, altered, altered_fields, bounded, damaged, fuzz, to_json
 from tests.support.dht_records import entries, metric

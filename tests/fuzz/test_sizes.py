@@ -25,15 +25,15 @@ from hivemind.utils import MSGPackSerializer
 from cotrain.admission.admission import Admission
 from cotrain.admission.invitations import check_token
 from cotrain.admission.revocations import Revocations, RevocationStore
-from cotrain.averaging.comparison import agrees, pack_elements
-from cotrain.averaging.download import StateDownload, rank_donors
-from cotrain.averaging.history import parse_marks
-from cotrain.averaging.matchmaking import Claims, group_key, make_group_id, parse_claims
-from cotrain.averaging.progress_record import parse_progress
-from cotrain.averaging.wire import TensorAssembler, check_tensor
-from cotrain.dht.node import DHTProtocol
 from cotrain.dht.run_records import make_validators
 from cotrain.peer.run_config import RunConfig, choose
+from peerstep.comparison import agrees, pack_elements
+from peerstep.history import parse_marks
+from peerstep.matchmaking import Claims, group_key, make_group_id, parse_claims
+from peerstep.node import DHTProtocol
+from peerstep.progress_record import parse_progress
+from peerstep.state_download import StateDownload, rank_donors
+from peerstep.wire import TensorAssembler, check_tensor
 from tests.fuzz.mutations import bounded
 from tests.fuzz.test_parsers import (
     AUTHORITY,

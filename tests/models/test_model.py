@@ -9,7 +9,7 @@ from cotrain.common.errors import UserError
 from cotrain.common.flags import parse_arguments
 from cotrain.models.model import choose_kernels, enable_gradient_checkpointing
 from cotrain.peer.run_config import SETTINGS
-from cotrain.training.optimizer import build_local_optimizer, build_param_groups, initialize_optimizer_state
+from cotrain.training.builders import build_local_optimizer, build_param_groups, initialize_optimizer_state
 from tests.support.fakes import make_batch
 from tests.support.families import FAMILIES
 from tests.support.models import build_model

@@ -11,13 +11,13 @@ import torch
 from transformers import AutoConfig
 
 from cotrain.arguments import DatasetArguments
-from cotrain.dht import run_records
-from cotrain.dht.clock import run_time
 from cotrain.monitoring.evaluation import EvaluationLoop, Evaluator
 from cotrain.task import Task
 from cotrain.tasks import loading as tasks
 from cotrain.tasks.loading import load_task
 from cotrain.tasks.text import measure
+from peerstep import records as dht_records
+from peerstep.clock import run_time
 from run_evaluator import EvaluatorArguments
 from tests.support.dht_records import heartbeat
 from tests.support.fakes import make_batch, make_text_task
@@ -135,7 +135,7 @@ def test_when_an_evaluation_is_due(evaluated, epochs, options, is_due, monkeypat
         b"%d" % number: None if epoch is None else heartbeat(run_time() - 60 * (epoch < 0), abs(epoch))
         for number, epoch in enumerate(epochs)
     }
-    monkeypatch.setattr(run_records, "get_records", lambda _dht, key: {"run_training_progress": records}[key])
+    monkeypatch.setattr(dht_records, "get_records", lambda _dht, key: {"run_training_progress": records}[key])
     args = EvaluatorArguments(**options)
     loop = EvaluationLoop(SimpleNamespace(dht=None), "run", None, None, None, None, args)
     loop._evaluate, loop.evaluated_step = Mock(), evaluated

@@ -11,11 +11,8 @@ import torch
 from hivemind.utils import get_dht_time
 from hivemind.utils.timed_storage import ValueWithExpiration
 
-from cotrain.averaging.coordinator import Outcome, StepRecord
 from cotrain.common.flags import ArgumentsError
 from cotrain.common.names import short
-from cotrain.dht import run_records
-from cotrain.dht.clock import run_time
 from cotrain.monitoring import monitor as monitor_module
 from cotrain.monitoring.advice import PERIOD, Adviser
 from cotrain.monitoring.aggregation import MetricsAggregator
@@ -24,6 +21,9 @@ from cotrain.monitoring.monitor import CheckpointKeeper, TrainingMonitor
 from cotrain.monitoring.parsing import parse_shares
 from cotrain.monitoring.reporters import Reporters
 from cotrain.task import Task
+from peerstep import records as dht_records
+from peerstep.clock import run_time
+from peerstep.coordinator import Outcome, StepRecord
 from run_training_monitor import RunArguments, TrainingMonitorArguments
 from tests.support.dht_records import entries, heartbeat, metric
 from tests.support.fakes import FakeAverager, make_session
@@ -38,8 +38,8 @@ def stored(monkeypatch) -> dict:
     def store(_dht, key, public_key, value, lifetime) -> None:
         records.setdefault(key, {})[public_key] = ValueWithExpiration(value, get_dht_time() + lifetime)
 
-    monkeypatch.setattr(run_records, "store_record", store)
-    monkeypatch.setattr(run_records, "get_records", lambda _dht, key: records.get(key, {}))
+    monkeypatch.setattr(dht_records, "store_record", store)
+    monkeypatch.setattr(dht_records, "get_records", lambda _dht, key: records.get(key, {}))
     return records
 
 

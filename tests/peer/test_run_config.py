@@ -26,11 +26,10 @@ from cotrain.arguments import (
     OptimizerArguments,
     TrainerArguments,
 )
-from cotrain.averaging.rounds import PROTOCOL
 from cotrain.common.argument_parser import ArgumentParser
 from cotrain.common.errors import TemporaryError, UserError
 from cotrain.common.flags import find_settings
-from cotrain.common.processes import StopSignal
+from cotrain.common.signals import StopSignal
 from cotrain.models.config import to_published_model
 from cotrain.models.model import build_without_weights, check_size, read_config
 from cotrain.peer import run_config
@@ -43,6 +42,7 @@ from cotrain.peer.run_config import (
     find_run_config,
     refuse_differences,
 )
+from peerstep.rounds import PROTOCOL
 from run_training_monitor import ARGUMENTS as MONITOR_ARGUMENTS
 from tests.support.peers import wait_until
 

@@ -10,10 +10,8 @@ import pytest
 import torch
 
 from cotrain.arguments import CollaborationArguments
-from cotrain.averaging.coordinator import Outcome, StepRecord
 from cotrain.common.errors import UserError
 from cotrain.common.run_folder import claim_folder, find_run
-from cotrain.dht.metrics_schema import MAX_ROUNDS
 from cotrain.status.loss_meter import LossMeter
 from cotrain.status.status import (
     FILE_NAME,
@@ -26,6 +24,8 @@ from cotrain.status.status import (
     show_status,
 )
 from cotrain.status.status_keeper import StatusKeeper
+from peerstep.coordinator import Outcome, StepRecord
+from peerstep.progress_record import MAX_ROUNDS
 from tests.support.fakes import FakeTracker
 from tests.support.peers import ROOT
 

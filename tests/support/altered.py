@@ -29,7 +29,7 @@ import run_custom_trainer
 import run_trainer
 from cotrain.common import atomic_files
 from cotrain.common.errors import run_script
-from cotrain.common.processes import StopSignal
+from cotrain.common.signals import StopSignal
 
 IN_THE_MIDDLE = "Half a checkpoint is written"
 DHT_REQUESTS = ("call_ping", "call_store", "call_find")
@@ -70,8 +70,8 @@ def record(recorder: Recorder) -> None:
     """
     from hivemind.dht.protocol import DHTProtocol
 
-    from cotrain.averaging.optimizer import CollaborativeOptimizer
-    from cotrain.averaging.progress import ProgressTracker
+    from peerstep.optimizer import CollaborativeOptimizer
+    from peerstep.progress import ProgressTracker
 
     take_step, finish_fetch = CollaborativeOptimizer.step, ProgressTracker._finish_fetch
 
@@ -112,7 +112,7 @@ def record(recorder: Recorder) -> None:
 
 def slow_down_downloads(seconds: float, recorder: Recorder | None) -> None:
     """Add seconds to each download of the training state, and record it."""
-    from cotrain.averaging.state import TrainingStateAverager
+    from peerstep.state import TrainingStateAverager
 
     download = TrainingStateAverager.download_state
 

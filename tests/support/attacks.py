@@ -18,17 +18,17 @@ from hivemind.p2p.p2p_daemon_bindings.control import DEFAULT_MAX_MSG_SIZE
 from hivemind.proto import averaging_pb2
 from hivemind.utils import MSGPackSerializer
 
-from cotrain.averaging import optimizer
-from cotrain.averaging.accumulators import GradientAccumulator, UpdateAccumulator
-from cotrain.averaging.allreduce import AllReduce
-from cotrain.averaging.bounds import Bounds
-from cotrain.averaging.coordinator import RoundCoordinator
-from cotrain.averaging.matchmaking import MAX_BANDWIDTH, Claims, StepMatchmaking, group_key, parse_claims
-from cotrain.averaging.progress import ProgressTracker
-from cotrain.averaging.progress_record import MAX_SAMPLES, PeerProgress
-from cotrain.averaging.state import TrainingStateAverager
-from cotrain.dht.clock import run_time
 from cotrain.training import session
+from peerstep import optimizer
+from peerstep.accumulators import GradientAccumulator, UpdateAccumulator
+from peerstep.allreduce import AllReduce
+from peerstep.bounds import Bounds
+from peerstep.clock import run_time
+from peerstep.coordinator import RoundCoordinator
+from peerstep.matchmaking import MAX_BANDWIDTH, Claims, StepMatchmaking, group_key, parse_claims
+from peerstep.progress import ProgressTracker
+from peerstep.progress_record import MAX_SAMPLES, PeerProgress
+from peerstep.state import TrainingStateAverager
 
 LARGE = 1e9
 

@@ -1,6 +1,6 @@
 """Records as trainers publish them on the DHT, for tests of the monitor."""
 
-from cotrain.averaging.progress_record import PROTOCOL, PeerProgress
+from peerstep.progress_record import PROTOCOL, PeerProgress
 
 
 def metric(step, loss=10.0, mini_steps=2, samples=32, speed=1.5):

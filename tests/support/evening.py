@@ -38,10 +38,10 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.round_records import PeerRecords, read_records, summarize
 from cotrain.arguments import DatasetArguments
-from cotrain.common.processes import guard_children
 from cotrain.monitoring.evaluation import Evaluator
 from cotrain.tasks.text import build_text_task
 from cotrain.training.checkpoints import STATE_FILE, TrainingState, list_checkpoints, load_training_state
+from peerstep.processes import guard_children
 from run_evaluator import EvaluatorArguments
 from tests.support.launcher import Launcher
 from tests.support.namespaces import Internet, why_unavailable

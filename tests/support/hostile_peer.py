@@ -23,10 +23,10 @@ from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 
-from cotrain.averaging.rounds import PROTOCOL
-from cotrain.common.processes import guard_children
-from cotrain.dht.node import PROGRESS, bucket_of, read_reports
-from cotrain.dht.records import signer_of
+from peerstep.node import PROGRESS, bucket_of, read_reports
+from peerstep.processes import guard_children
+from peerstep.records import signer_of
+from peerstep.rounds import PROTOCOL
 
 # The claimed steps are far above those of the tests' runs, so that tests can tell them from the trainers' reports.
 GOOD = {"step": 30_000, "samples_per_second": 1.5, "samples_accumulated": 64, "loss": 12.5, "mini_steps": 2}

@@ -20,12 +20,12 @@ from cotrain.arguments import (
     ProgressTrackerArguments,
     TrainerArguments,
 )
-from cotrain.averaging.coordinator import Outcome
-from cotrain.averaging.optimizer import CollaborativeOptimizer
-from cotrain.averaging.rounds import RoundResult
-from cotrain.averaging.state import TrainingStateAverager
-from cotrain.dht.records import signer_of
-from cotrain.training.optimizer import build_optimizer
+from cotrain.training.builders import build_optimizer
+from peerstep.coordinator import Outcome
+from peerstep.optimizer import CollaborativeOptimizer
+from peerstep.records import signer_of
+from peerstep.rounds import RoundResult
+from peerstep.state import TrainingStateAverager
 from tests.support.models import build_model
 from tests.support.state import CONFIG, build_averager
 

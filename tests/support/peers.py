@@ -362,7 +362,7 @@ def invite(authority, path: Path, days: float = 1.0) -> str:
 def make_identity(output_dir: Path) -> str:
     """Create the identity of a peer before its first start, and return its peer ID."""
     from cotrain.admission.invitations import load_identity
-    from cotrain.dht.records import peer_id_of
+    from peerstep.records import peer_id_of
 
     output_dir.mkdir()
     return str(peer_id_of(load_identity(output_dir / "identity.key").get_public_key()))
@@ -390,7 +390,7 @@ def local_optimizer(model, peer, batch_size_per_step: int, **collaboration) -> I
 
     :param collaboration: fields of CollaborationArguments and HyperparameterArguments
     """
-    from cotrain.training.optimizer import build_optimizer
+    from cotrain.training.builders import build_optimizer
 
     hyperparameters = {
         "learning_rate": 0.01,

@@ -20,11 +20,11 @@ from cotrain.arguments import (
     ProgressTrackerArguments,
     TrainerArguments,
 )
-from cotrain.averaging.coordinator import Outcome
-from cotrain.averaging.history import Marks
 from cotrain.monitoring.monitor import CheckpointKeeper
 from cotrain.task import Task
-from cotrain.training.optimizer import build_optimizer
+from cotrain.training.builders import build_optimizer
+from peerstep.coordinator import Outcome
+from peerstep.history import Marks
 from run_training_monitor import TrainingMonitorArguments
 from tests.support.simulated_network import Network, Node
 from tests.support.simulated_time import owner
@@ -74,7 +74,7 @@ class Peer(Node):
         )
         self.optimizer = build_optimizer(self.model, SimpleNamespace(dht=self, public_key=self.subkey), BATCH, args)
         self.optimizer.grad_averager.allreduce_kwargs["part_size_bytes"] = PART_BYTES
-        self.optimizer.round_log = SimpleNamespace(write=self.rounds.append)
+        self.optimizer.on_round = self.rounds.append
         self.optimizer.state_averager.restore = self._restore
         if state is not None:
             self.optimizer.state_averager.restore(*state)
@@ -207,11 +207,11 @@ class Scenario(Network):
         return [node for node in self.nodes if isinstance(node, Peer)]
 
     def __enter__(self) -> "Scenario":
-        logging.getLogger("cotrain").addHandler(self._handler)
+        logging.getLogger("peerstep").addHandler(self._handler)
         return super().__enter__()
 
     def __exit__(self, *error) -> None:
-        logging.getLogger("cotrain").removeHandler(self._handler)
+        logging.getLogger("peerstep").removeHandler(self._handler)
         super().__exit__(*error)
         for node in self.nodes:
             if isinstance(node, Monitor):

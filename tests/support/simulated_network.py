@@ -23,11 +23,11 @@ from hivemind.utils import MPFuture, MSGPackSerializer
 from hivemind.utils.crypto import RSAPublicKey
 from hivemind.utils.timed_storage import ValueWithExpiration
 
-from cotrain.averaging import uplink as uplink_module
-from cotrain.averaging.base import SafeAverager
-from cotrain.averaging.matchmaking import StepMatchmaking
-from cotrain.averaging.state import TrainingStateAverager
-from cotrain.dht.records import RunValidator, signer_of
+from peerstep import uplink as uplink_module
+from peerstep.base import SafeAverager
+from peerstep.matchmaking import StepMatchmaking
+from peerstep.records import RunValidator, signer_of
+from peerstep.state import TrainingStateAverager
 from tests.support.simulated_time import EPOCH, SimulatedTime, owner
 
 LATENCY, DIAL_SECONDS, DHT_SECONDS = 0.05, 3.0, 0.1  # of a message, a dial in vain, a DHT request

@@ -1,6 +1,6 @@
 """Simulated time for threads and coroutines of one process: faster than the machine's, and never ahead of their work.
 
-All waits of cotrain/averaging last as long as in real life, in simulated seconds. No peer is late because a test is:
+All waits of peerstep last as long as in real life, in simulated seconds. No peer is late because a test is:
 
 - The clock of SimulatedTime ticks, for peers with threads. It ticks only after the event loop has done what was due.
 - LeapingClock is for coroutines without other threads. It stands while they work, and then leaps to what is due next.
@@ -63,7 +63,7 @@ class _Module:
 def replace_modules(patches: pytest.MonkeyPatch, replaced: dict[str, _Module]) -> None:
     """Let the averaging code use other modules than `time`, or also `threading`."""
     for module_name, module in list(sys.modules.items()):
-        if module_name.startswith(("cotrain.averaging.", "cotrain.dht.clock", "hivemind.utils.performance_ema")):
+        if module_name.startswith(("peerstep.", "peerstep.clock", "hivemind.utils.performance_ema")):
             for name, facade in replaced.items():
                 if vars(module).get(name) in (time, threading):
                     patches.setattr(module, name, facade)

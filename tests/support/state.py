@@ -7,13 +7,13 @@ import torch
 from transformers import AlbertConfig
 
 from cotrain.arguments import HyperparameterArguments
-from cotrain.averaging.state import TrainingStateAverager
-from cotrain.training.optimizer import (
+from cotrain.training.builders import (
     build_local_optimizer,
     build_param_groups,
     build_scheduler,
     build_state_compression,
 )
+from peerstep.state import TrainingStateAverager
 from tests.support.peers import TINY_ALBERT
 
 CONFIG = AlbertConfig(vocab_size=1000, **{name: value for name, value in TINY_ALBERT.items() if name != "model_type"})

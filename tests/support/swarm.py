@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,11 +16,11 @@ from hivemind.utils import PerformanceEMA
 from hivemind.utils.crypto import RSAPrivateKey
 
 from cotrain.arguments import ProgressTrackerArguments
-from cotrain.averaging.matchmaking import RoundControl, rank
 from cotrain.dht.run_records import make_validators
 from cotrain.peer import peer as peer_module
 from cotrain.peer.peer import Peer
-from cotrain.training.optimizer import build_local_optimizer, build_param_groups, build_scheduler
+from cotrain.training.builders import build_local_optimizer, build_param_groups, build_scheduler
+from peerstep.matchmaking import RoundControl, rank
 from tests.support.fakes import make_batch
 from tests.support.models import build_model
 from tests.support.peers import local_optimizer, local_peer, wait_until
@@ -41,12 +40,6 @@ class NoEstimate(PerformanceEMA):
 
     def update(self, task_size: float, interval: float | None = None) -> float:
         return self.samples_per_second
-
-
-def recording_log() -> SimpleNamespace:
-    """Build a log of rounds that keeps its entries in memory."""
-    entries = []
-    return SimpleNamespace(entries=entries, write=entries.append)
 
 
 def parameters_of(model: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -72,7 +65,8 @@ class Trainer:
         options = {"client_mode": client_mode, **TIMEOUTS, **options}
         self.optimizer = stack.enter_context(local_optimizer(self.model, peer, 1, **options))
         self.optimizer.tracker.performance_ema = NoEstimate()
-        self.optimizer.round_log = self.log = recording_log()
+        self.log: list[dict] = []
+        self.optimizer.on_round = self.log.append
         self.tracker, self.averager = self.optimizer.tracker, self.optimizer.grad_averager
         self.id, self.name = peer.dht.peer_id.to_bytes(), str(peer.dht.peer_id)
         self.version = 0
@@ -81,7 +75,7 @@ class Trainer:
     @property
     def entry(self) -> dict:
         """The newest entry of the round log."""
-        return self.log.entries[-1]
+        return self.log[-1]
 
     @property
     def completed(self) -> int:
@@ -120,9 +114,7 @@ class Trainer:
         """Whether this trainer knows the completed step of each other trainer that has reported one."""
         known = {progress.peer_id: progress.completed for progress in self.tracker.other_trainers}
         return all(
-            known.get(trainer.id) == trainer.completed
-            for trainer in trainers
-            if trainer is not self and trainer.log.entries
+            known.get(trainer.id) == trainer.completed for trainer in trainers if trainer is not self and trainer.log
         )
 
     def join(self) -> None:
@@ -132,7 +124,7 @@ class Trainer:
         self.version = self.optimizer.state_averager.applied_epoch
 
     def wait_for(self, step: int, timeout: float = 120) -> None:
-        wait_until(lambda: self.completed >= step, timeout, f"step {step}: {self.log.entries}")
+        wait_until(lambda: self.completed >= step, timeout, f"step {step}: {self.log}")
 
 
 class Network:

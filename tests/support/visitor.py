@@ -17,8 +17,8 @@ from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.multiaddr import Multiaddr
 
 from cotrain.admission.invitations import write_private_key
-from cotrain.averaging.rounds import RoundAverager
-from cotrain.averaging.state import TrainingStateAverager
+from peerstep.rounds import RoundAverager
+from peerstep.state import TrainingStateAverager
 
 EXCHANGE = "collaboration.exchange_invitations.v1"  # spelled out: it is part of the protocol
 AVERAGERS = {"round_averager": RoundAverager, "state_averager": TrainingStateAverager}

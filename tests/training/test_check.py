@@ -11,7 +11,6 @@ from hivemind.utils import get_dht_time
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from cotrain.arguments import CollaborationArguments, LocalTrainingArguments
-from cotrain.averaging.progress_record import PeerProgress
 from cotrain.common.errors import UserError
 from cotrain.training import check
 from cotrain.training.check import (
@@ -26,6 +25,7 @@ from cotrain.training.check import (
     check_versions,
     measure_device,
 )
+from peerstep.progress_record import PeerProgress
 
 PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 ALBERT_LARGE = 17_847_000

@@ -13,12 +13,12 @@ from datasets import Dataset
 import run_custom_trainer
 import run_trainer
 from cotrain.arguments import TrainerArguments
-from cotrain.averaging.coordinator import StepRecord
-from cotrain.common.processes import StopSignal
+from cotrain.common.signals import StopSignal
 from cotrain.status.status import read_status
 from cotrain.training import session, workload
 from cotrain.training.checkpoints import list_checkpoints
 from cotrain.training.session import TrainingSession
+from peerstep.coordinator import StepRecord
 from tests.support.fakes import FakeTask, make_arguments, make_batch
 from tests.support.models import build_model
 from tests.support.peers import local_peer

@@ -11,16 +11,16 @@ import torch
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.utils.crypto import RSAPrivateKey
 
-from cotrain.averaging.coordinator import Outcome, StepRecord
 from cotrain.common.errors import UserError
 from cotrain.common.names import derive_name
-from cotrain.dht import run_records
 from cotrain.dht.metrics_schema import LocalMetrics
-from cotrain.dht.records import signer_of
 from cotrain.status.client_mode import ClientModeAlarm
 from cotrain.training import checkpoints
 from cotrain.training import session as session_module
 from cotrain.training.session import TrainingSession
+from peerstep import records as dht_records
+from peerstep.coordinator import Outcome, StepRecord
+from peerstep.records import signer_of
 from tests.support.fakes import FAKE_PEER, FakeTracker, make_arguments, make_session, make_state
 
 
@@ -144,7 +144,7 @@ def test_recovery_ends_with_one_line(session, offered, num_recoveries):
 def test_peer_without_a_name_gets_one_from_its_id(tmp_path, monkeypatch):
     session, stored = make_session(tmp_path, offered=None), []
     monkeypatch.setattr(
-        run_records, "store_record", lambda _dht, _key, _subkey, value, _lifetime: stored.append(value)
+        dht_records, "store_record", lambda _dht, _key, _subkey, value, _lifetime: stored.append(value)
     )
     session.introduce(leaving=False)
     assert stored[0]["username"] == session.name == derive_name("QmFake")
@@ -217,7 +217,7 @@ def test_trainer_leaves_when_the_monitors_have_saved_the_last_step(
         session.args.initial_peers = [f"/ip4/127.0.0.1/tcp/1/p2p/{peer}" for peer in (monitor, other)]
     else:
         session.relay = SimpleNamespace(config=SimpleNamespace(organiser=monitor))
-    monkeypatch.setattr(run_records, "get_dictionary", read)
+    monkeypatch.setattr(dht_records, "get_dictionary", read)
     session.args.max_global_steps, session.args.leave_timeout = 9, 90.0
     session.leave()
     assert set(reads) == {"run_monitor"}
@@ -258,7 +258,7 @@ def test_run_of_clients_only_is_warned_about_once(caplog, num_peers, num_clients
 def test_trainer_ends_with_the_run_and_waits_for_the_last_checkpoint(session, clock, monkeypatch):
     asked = []
     monkeypatch.setattr(session, "introduce", lambda leaving: asked.append(leaving))
-    monkeypatch.setattr(run_records, "get_dictionary", lambda dht, key: asked.append(key) or {})
+    monkeypatch.setattr(dht_records, "get_dictionary", lambda dht, key: asked.append(key) or {})
     session.args.ends_at = "2100-01-02T12:30"
     assert session.after_local_step()
     session.leave()

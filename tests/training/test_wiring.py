@@ -15,10 +15,10 @@ from cotrain.arguments import (
     ProgressTrackerArguments,
     TrainerArguments,
 )
-from cotrain.averaging.compression import COMPRESSIONS
 from cotrain.common.errors import UserError
-from cotrain.training import optimizer as builders
+from cotrain.training import builders as builders
 from cotrain.training.hf_trainer import build_training_arguments
+from peerstep.compression import COMPRESSIONS
 from tests.support.fakes import FAKE_PEER
 
 # Values unlike the defaults

@@ -1,0 +1,183 @@
+"""Coordination of a peer's rounds: from a due global step to the outcome of its round, whatever other peers do."""
+
+import threading
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+
+from hivemind.averaging.control import AveragingStage
+from hivemind.utils import get_logger
+
+from peerstep.clock import run_time
+from peerstep.matchmaking import RoundControl
+from peerstep.progress import ProgressTracker
+from peerstep.rounds import RoundAverager, RoundResult
+
+logger = get_logger(__name__)
+
+POLL_SECONDS = 0.05
+# Interval between two reads of the progress reports while a round waits for other peers: doubled after each read, up
+# to the maximum.
+LOOK_SECONDS, MAX_LOOK_SECONDS = 0.5, 2.0
+# Time for which the reports must give the same reason before a search is abandoned.
+GRACE_SECONDS = 1.0
+
+
+class Outcome(Enum):
+    """Outcome of the round of a global step at this peer."""
+
+    AVERAGED = "averaged"
+    ALONE = "alone"  # there is no other trainer
+    MISSED = "missed"  # the other trainers have completed the step without this peer
+    FAILED = "failed"  # there are other trainers, but no round with them succeeded
+    STOPPED = "stopped"
+    CAUGHT_UP = "caught up"  # this peer has no round of the step: it has downloaded a state, or skipped steps
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What came of a global step, or of an attempt at it, at this peer."""
+
+    step: int
+    outcome: Outcome
+    samples: int | None = None  # of this peer, as its reducers have weighted them; None: the step is without this peer
+    error: str = ""  # of a failed round, on any number of lines
+    time: float = field(default_factory=run_time)  # at its end
+
+
+@dataclass
+class RoundCoordinator:
+    """Searches for a group ahead of time, averages in it, and gives up when the progress reports say so."""
+
+    tracker: ProgressTracker
+    averager: RoundAverager
+    matchmaking_time: float  # seconds before a step is due at which the search for its group starts
+    averaging_timeout: float  # seconds after which a round is abandoned
+    batch_size_lead: int = 0  # samples before the target at which that search starts at the latest
+    is_settling: bool = False  # see CollaborativeOptimizer
+    num_attempts: int = 0  # for the newest step
+    last_error: str = ""
+    has_sent: bool = False  # whether members of a failed round may have used the contribution
+
+    def __post_init__(self):
+        self._timeout = self.averaging_timeout
+        self._control: RoundControl | None = None
+        self._number: int | None = None  # step of the running round
+        self._told: tuple | None = None  # roster and finished step that the averager's process has received last
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self.tracker.on_refresh = self.update_roster
+
+    def update_roster(self) -> None:
+        """Send the roster of the next round to the averager's process. The tracker calls it after each refresh."""
+        with self._lock:
+            number = self.tracker.next_step if self._number is None else self._number
+            told = self.tracker.roster(number), number - 1
+            if told != self._told:
+                self._told = told
+                self.averager.set_roster(*told)
+
+    @property
+    def has_group(self) -> bool:
+        """Whether the group of the next step is formed and waits for this peer."""
+        control = self._control
+        return control is not None and control.has_group and control.number == self.tracker.next_step
+
+    def look_ahead(self) -> None:
+        """Start the search for the group of the next step if the step is due soon and other trainers are there."""
+        number = self.tracker.next_step
+        control = self._control  # `stop` may reset it in another thread
+        if control is not None and (control.done() or control.number != number):
+            self.call_off()
+        if self._control is not None or self._stopped.is_set():
+            return
+        is_soon = self.tracker.seconds_to_step <= self.matchmaking_time
+        if self.batch_size_lead and not is_soon:
+            is_soon = self.tracker.estimate()[0] >= self.tracker.target_batch_size - self.batch_size_lead
+        if 0 <= self.averager.requested_number.value - number <= 1 and not is_soon:
+            self.tracker.refresh_in(LOOK_SECONDS)  # another peer already searches for the group
+        if is_soon and self.tracker.num_expected(number):
+            self._schedule(number, self.matchmaking_time + self.averaging_timeout)
+
+    def _schedule(self, number: int, timeout: float) -> RoundControl:
+        self.update_roster()
+        distance = self.tracker.local_progress.distance
+        self._control = self.averager.schedule_round(number, timeout, distance, self.is_settling)
+        return self._control
+
+    def call_off(self) -> None:
+        """Leave the group of the next step, or cancel the search for it."""
+        control, self._control = self._control, None
+        if control is not None:
+            control.call_off()
+
+    def average(self, number: int, weight: float) -> tuple[Outcome, RoundResult | None]:
+        """Run the round of a step, after `tracker.begin_step`. Return the outcome, and the result if AVERAGED."""
+        self._number, self.num_attempts, self.last_error, self.has_sent = number, 0, "", False
+        self.update_roster()
+        deadline = time.monotonic() + self._timeout
+        try:
+            while True:
+                self.num_attempts += 1
+                outcome, result = self._attempt(number, 0.0 if self.has_sent else weight, deadline)
+                if outcome is not None:
+                    break
+                time.sleep(POLL_SECONDS)
+        finally:
+            self._number, control = None, self._control
+            self.call_off()
+            self.has_sent |= control is not None and control.began_allreduce
+        if outcome == Outcome.AVERAGED:
+            self._timeout = self.averaging_timeout
+        elif outcome == Outcome.FAILED:  # the other peers may be unreachable: spend less time on the next step
+            self._timeout = max(self._timeout / 2, 1.5 * self.matchmaking_time)
+        return outcome, result
+
+    def _attempt(self, number: int, weight: float, deadline: float) -> tuple[Outcome | None, RoundResult | None]:
+        """Search for a group and average in it. The outcome is None if the attempt failed and can be repeated."""
+        control = self._control
+        if control is None or control.done() or control.number != number:
+            if (outcome := self._reason_to_give_up(number, deadline)) is not None:
+                return outcome, None
+            control = self._schedule(number, max(1.0, deadline - time.monotonic()))
+        control.weight = weight
+        control.allow_allreduce()
+        reason, since, look_at, look_seconds = None, 0.0, time.monotonic(), LOOK_SECONDS
+        while not control.done():
+            now = time.monotonic()
+            if self._stopped.is_set():
+                return Outcome.STOPPED, None
+            if now >= look_at + look_seconds:
+                look_at, look_seconds = now, min(2 * look_seconds, MAX_LOOK_SECONDS)
+                self.tracker.refresh_in(0.0)
+            if control.stage != AveragingStage.RUNNING_ALLREDUCE:
+                before, reason = reason, self._reason_to_give_up(number, deadline)
+                since = since if reason == before else now
+                if reason is not None and now >= since + GRACE_SECONDS:
+                    return reason, None
+            time.sleep(POLL_SECONDS)
+        if self._stopped.is_set():
+            return Outcome.STOPPED, None
+        self._control = None
+        try:
+            return Outcome.AVERAGED, control.result(timeout=0)
+        except BaseException as error:
+            self.has_sent |= control.began_allreduce
+            self.last_error = str(error) or type(error).__name__
+            logger.warning(f"The round of step #{number} failed: {self.last_error}")
+            return None, None
+
+    def _reason_to_give_up(self, number: int, deadline: float) -> Outcome | None:
+        if self._stopped.is_set():
+            return Outcome.STOPPED
+        if self.tracker.rival is not None or self.tracker.is_done_elsewhere(number):
+            return Outcome.MISSED
+        is_asked = self.averager.requested_number.value == number
+        if not (is_asked or self.tracker.num_expected(number) or self.tracker.is_outranked):
+            return Outcome.ALONE
+        return Outcome.FAILED if time.monotonic() >= deadline else None
+
+    def stop(self) -> None:
+        """Cancel the running round and start no other."""
+        self._stopped.set()
+        self.call_off()

@@ -1,0 +1,86 @@
+"""Marks of a run's history, and which of two histories a trainer follows.
+
+The ID of a complete round that averaged the parameters is a mark: its members were equal after it. Each progress
+report, state and checkpoint carries the newest marks.
+"""
+
+import itertools
+from contextlib import suppress
+from dataclasses import dataclass
+
+MAX_STEP = 2**31 - 1  # more global steps than any run makes
+NUM_MARKS = 8
+MARK_BYTES = 6  # of an ID
+# Trainers whose histories differ in this many marks are averaged, as in local SGD. Beyond, one side yields.
+MAX_DIFFERENT = 2
+
+Marks = tuple[tuple[int, str], ...]  # (global step, ID in hexadecimal digits), oldest first
+
+
+def add_mark(marks: Marks, step: int, mark_id: bytes, num_alone: int = 0) -> Marks:
+    """Add the mark of a step. Marks of later steps, from before a rollback, are dropped.
+
+    :param num_alone: how many of the newest marks are of steps that this peer took alone. A few of them show that the
+      histories differ; more of them would displace those that it has in common with the others
+    """
+    kept = tuple(mark for mark in marks if mark[0] < step)
+    if num_alone > MAX_DIFFERENT:
+        kept = kept[: -MAX_DIFFERENT - 1] + kept[-MAX_DIFFERENT:]
+    return (*kept, (step, mark_id[:MARK_BYTES].hex()))[-NUM_MARKS:]
+
+
+def parse_marks(value: object) -> Marks:
+    """Check marks that another peer has sent; ValueError if they are malformed."""
+    if not isinstance(value, list | tuple) or len(value) > NUM_MARKS:
+        raise ValueError("wrong marks")
+    marks = tuple(tuple(mark) if isinstance(mark, list | tuple) else () for mark in value)
+    if any([type(part) for part in mark] != [int, str] or len(mark[1]) != 2 * MARK_BYTES for mark in marks):
+        raise ValueError("wrong marks")
+    steps = [-1, *(step for step, _ in marks), MAX_STEP + 1]
+    if any(step >= following for step, following in itertools.pairwise(steps)):
+        raise ValueError("wrong marks")
+    return marks
+
+
+def read_marks(metadata: dict) -> Marks:
+    """Return the marks in the metadata of a state; none if it has none, as in earlier versions, or malformed ones."""
+    with suppress(ValueError):
+        return parse_marks(metadata.get("marks", ()))
+    return ()
+
+
+def different_marks(own: Marks, other: Marks) -> list[tuple[str, str]] | None:
+    """Return both IDs for each step for which two histories have different marks; None without a common step."""
+    ids = dict(own)
+    common = [(ids[step], mark_id) for step, mark_id in other if step in ids]
+    return [pair for pair in common if pair[0] != pair[1]] if common else None
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a trainer is."""
+
+    step: int  # the newest global step that it has begun
+    marks: Marks
+
+    def is_apart_from(self, other: "Position") -> bool:
+        """Whether the steps differ by more than one, or the marks by more than MAX_DIFFERENT."""
+        return abs(self.step - other.step) > 1 or len(different_marks(self.marks, other.marks) or ()) > MAX_DIFFERENT
+
+
+def outranks(other: Position, other_size: int, own: Position, own_size: int) -> bool:
+    """Decide which of two trainers that are apart joins the other one's side. Both come to the same decision.
+
+    The smaller side joins the larger one, whatever steps it claims. Who has no mark joins, or the lower step if both
+    have none: it may be a newcomer.
+
+    :param other_size, own_size: number of trainers on each side
+    :returns: whether the other side is to be joined
+    """
+    different = different_marks(own.marks, other.marks)
+    if different is None and not (own.marks and other.marks):
+        return (bool(other.marks), other.step) > (bool(own.marks), own.step)
+    if different:  # the IDs of one step, which no longer changes
+        own_id, other_id = different[-1]
+        return (other_size, other_id) > (own_size, own_id)
+    return (other_size, other.step) > (own_size, own.step)

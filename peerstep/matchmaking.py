@@ -1,0 +1,507 @@
+"""Matchmaking for the round of a global step. Each step has one leader, derived from the progress reports.
+
+Every peer ranks the roster of a step in the same order. The peer asks the first candidate to join its group, and asks
+the next one only if the first cannot be reached. Each step has a separate key, so peers of different steps never meet.
+A peer that is asked before it has reached the step holds the request until then. The leader begins when the step is
+due and all peers of the roster have asked, or `min_matchmaking_time` after the step was due.
+hivemind/averaging/matchmaking.py knows neither the step nor the peers.
+"""
+
+import asyncio
+import hashlib
+import itertools
+import math
+import os
+import struct
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field, replace
+from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
+
+from hivemind.averaging.control import AveragingStage, StepControl
+from hivemind.averaging.group_info import GroupInfo
+from hivemind.averaging.matchmaking import Matchmaking
+from hivemind.p2p import P2PContext, P2PDaemonError, P2PHandlerError, PeerID
+from hivemind.proto import averaging_pb2
+from hivemind.utils import MSGPackSerializer, TimedStorage, get_logger
+
+from peerstep.clock import run_time
+from peerstep.progress_record import MAX_DISTANCE
+
+logger = get_logger(__name__)
+
+MAX_HELD_REQUESTS, MAX_REQUEST_BYTES = 1024, 1024  # 1 MiB in all; the ID of a run has at most 400 bytes
+LEADER_MARGIN = 2.0  # seconds after which a leader that should have begun is abandoned
+RETRY_SECONDS = 1.0  # before an unreachable leader is asked again
+KNOWN_SECONDS = 180.0  # for which a peer that was in a roster is no stranger; its report lives as long
+MAX_ABSENCES = 2  # consecutive rounds that a peer may miss before leaders stop waiting for it
+MAX_SILENCES, SPARE_SECONDS = 2, 600.0  # rounds after which a silent reducer gets no share, and for how long
+MAX_BANDWIDTH = 1e9  # bound on a member's claim; only ratios matter
+MAX_CLAIM_BYTES = 64  # they have 20
+NONCE_BYTES = 8  # of the ID of a group
+
+
+class RoundControl(StepControl):
+    """StepControl with the number of its global step, which is sent to the averager's process beside it."""
+
+    def __init__(self, *args, number: int, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.number = number
+
+    @property
+    def triggered(self) -> bool:
+        """Whether the averager may begin. hivemind's `__del__` raises for a round that no averager has accepted."""
+        return self._trigger is None or super().triggered
+
+    @property
+    def has_group(self) -> bool:
+        """Whether matchmaking is done and the round waits for its trigger."""
+        return self.stage == AveragingStage.AWAITING_TRIGGER and not self.done()
+
+    def call_off(self) -> None:
+        """Cancel the round unless it has ended. hivemind's error if it ends at the same moment is suppressed."""
+        with suppress(Exception):
+            if not self.done():
+                self.cancel()
+            elif not self.triggered:  # it has timed out: hivemind would warn that other peers may wait for it
+                self._trigger.cancel()
+
+
+@dataclass(frozen=True)
+class Claims:
+    """What a peer says of itself when it joins a group."""
+
+    bandwidth: float  # Mbit/s; 0: it reduces nothing, as a peer in client mode
+    distance: float = 0.0  # updates that its parameters lack, see CollaborativeOptimizer
+    is_settling: bool = False  # whether its optimizer statistics lack updates that its parameters have
+
+    def pack(self) -> bytes:
+        return MSGPackSerializer.dumps([self.bandwidth, self.distance, self.is_settling])
+
+
+@dataclass(frozen=True)
+class RosterEntry:
+    """A peer that may take part in the round of a step."""
+
+    peer_id: PeerID
+    is_client: bool  # it accepts no connections, and so cannot lead
+    is_established: bool  # it has completed a step of the run, so that other peers know it
+
+
+@dataclass
+class Search:
+    """State of this peer's search for the group of one step."""
+
+    control: RoundControl
+    unreachable: dict[PeerID, float] = field(default_factory=dict)  # leader -> time of the failed request
+    refused: dict[PeerID, str] = field(default_factory=dict)  # leader -> its answer
+    given_up: set[PeerID] = field(default_factory=set)  # leaders that accepted this peer and did not begin
+    triggered_at: float | None = None
+    patience: asyncio.Timeout | None = None  # for the leader that has accepted this peer
+
+
+@dataclass
+class _Request:
+    """Request of another peer to join this peer's group."""
+
+    number: int
+    gather: bytes
+    is_client: bool
+    answer: asyncio.Future  # of the group, of the leader to ask instead, or of None (no group)
+
+
+def rank(number: int, peer_id: PeerID) -> bytes:
+    """Return the sort key of a peer as leader of a step: the same at all peers, different for each step."""
+    return hashlib.sha256(struct.pack("q", number) + peer_id.to_bytes()).digest()
+
+
+def group_key(prefix: str, number: int) -> str:
+    """Return the matchmaking key of a global step, in hivemind's format."""
+    return f"{prefix}.0b{number:b}"
+
+
+def parse_group_key(prefix: str, key: str) -> int | None:
+    """Return the global step of a matchmaking key; None if the key does not belong to this run."""
+    head, _, bits = key.partition(".0b")
+    return int(bits, 2) if head == prefix and 0 < len(bits) <= 62 and not set(bits) - {"0", "1"} else None
+
+
+def make_group_id(nonce: bytes, number: int, peer_ids: Sequence[PeerID], gathered: Sequence[bytes]) -> bytes:
+    """Return the ID of a group, which differs if the leader sends two members different lists or claims."""
+    content = [nonce, number, *(peer_id.to_bytes() for peer_id in peer_ids), *gathered]
+    return nonce + hashlib.sha256(MSGPackSerializer.dumps(content)).digest()
+
+
+def parse_claims(gathered: bytes) -> Claims:
+    """Return what a member claims; ValueError if it is malformed."""
+    try:
+        if len(gathered) > MAX_CLAIM_BYTES:  # the leader sends them to all members, in a message of at most 4 MiB
+            raise ValueError(f"{len(gathered)} bytes")
+        bandwidth, distance, is_settling = MSGPackSerializer.loads(gathered)
+        claims = Claims(float(bandwidth), float(distance), bool(is_settling))
+        if not (0 <= claims.bandwidth <= MAX_BANDWIDTH and 0 <= claims.distance <= MAX_DISTANCE):
+            raise ValueError("out of range")
+        return claims
+    except Exception as error:  # the bytes are another peer's
+        raise ValueError(f"malformed claims: {error!r:.100}") from None
+
+
+def _read_peer_id(content: bytes) -> PeerID | None:
+    """Return a peer ID that another peer has sent; None if it has no possible length, see patches.py."""
+    with suppress(ValueError):
+        return PeerID(content) if content else None
+
+
+class StepMatchmaking(Matchmaking):
+    """Finds the group of a global step. Runs in the averager's process."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.roster: dict[PeerID, RosterEntry] = {}
+        self.finished_number = -1  # newest step for which this peer searches no group any more
+        self.missed: dict[PeerID, str] = {}  # peers of the roster that are not in the last group, and why
+        self._known: dict[PeerID, float] = {}  # peers of the rosters of KNOWN_SECONDS -> time.monotonic
+        self._absences: Counter[PeerID] = Counter()  # consecutive rounds that a peer has missed
+        self._requests: dict[PeerID, _Request] = {}
+        self._search: Search | None = None
+        self._leader: PeerID | None = None  # leader that has accepted this peer
+        self._banned: TimedStorage[PeerID, None] = TimedStorage()
+        self._silences: Counter[PeerID] = Counter()  # consecutive rounds in which a reducer answered nothing
+        self._spared: TimedStorage[PeerID, None] = TimedStorage()  # silent members
+        # Group ID -> this peer's round, which may have ended before it began; the newest 16
+        self.found: dict[bytes, RoundControl] = {}
+        self._changed = asyncio.Event()
+
+    # Input from the main process
+
+    def set_roster(self, entries: Iterable[RosterEntry]) -> None:
+        """Replace the peers that may take part in the next round, including this peer."""
+        now, before = time.monotonic(), self.roster
+        self.roster = {entry.peer_id: entry for entry in entries}
+        self._known |= dict.fromkeys([*before, *self.roster], now)
+        self._known = {peer_id: seen for peer_id, seen in self._known.items() if now < seen + KNOWN_SECONDS}
+        self._absences = Counter({peer_id: n for peer_id, n in self._absences.items() if peer_id in self._known})
+        self._changed.set()
+
+    def finish(self, number: int) -> None:
+        """Refuse requests for step `number` and earlier steps from now on. `number` may be lower than before."""
+        self.finished_number = number
+        for request in self._requests.values():
+            if request.number <= number and not request.answer.done():
+                request.answer.set_result(None)
+
+    def ban(self, peer_id: PeerID, until: float) -> None:
+        """Form no group with a peer before `until` (`run_time`)."""
+        self._banned.store(peer_id, None, until)
+
+    def record_silence(self, silent: Collection[PeerID], members: Collection[PeerID]) -> None:
+        """Record the reducers of a round that have answered nothing.
+
+        For a while, this peer does not follow those that were silent repeatedly, and as a leader gives them no share.
+        """
+        for peer_id in members:
+            self._silences[peer_id] = self._silences[peer_id] + 1 if peer_id in silent else 0
+            if self._silences[peer_id] >= MAX_SILENCES:
+                self._spared.store(peer_id, None, run_time() + SPARE_SECONDS)
+        self._silences += Counter()  # drops those of 0
+
+    @property
+    def requested_number(self) -> int:
+        """The next step for which another peer asks this one for a group; -1 if none does."""
+        return min((request.number for request in self._requests.values()), default=-1)
+
+    # Search for a group
+
+    async def look_for_group(self, step: RoundControl) -> GroupInfo | None:
+        """Find the group of a step. Runs until a group is found; cancel it to give up."""
+        async with self.lock_looking_for_group:
+            search = self._search = Search(step)
+            watch = asyncio.create_task(self._record_trigger(search))
+            try:
+                while True:
+                    leader = self._choose_leader(search)
+                    if leader == self.peer_id:
+                        group = await self._lead(search)
+                    elif leader is None:
+                        await asyncio.sleep(0.2)
+                        continue
+                    else:
+                        group = await self._follow(search, leader)
+                    if group is not None:
+                        self._on_group(group, search)
+                        return group
+                    await asyncio.sleep(0.02)
+            finally:
+                watch.cancel()
+                self._search = self._leader = None
+
+    async def _record_trigger(self, search: Search) -> None:
+        with suppress(Exception):
+            await search.control.wait_for_trigger()
+            search.triggered_at = time.monotonic()
+            self._limit_patience(search)
+            self._changed.set()
+
+    def _on_group(self, group: GroupInfo, search: Search) -> None:
+        while len(self.found) >= 16:
+            del self.found[next(iter(self.found))]
+        self.found[group.group_id] = search.control
+        missed = self.roster.keys() - {*group.peer_ids, self.peer_id}
+        self.missed = {peer_id: self._why_missed(peer_id, search) for peer_id in missed}
+        self._absences.update(missed)
+        for peer_id in group.peer_ids:
+            self._absences.pop(peer_id, None)
+
+    def _why_missed(self, peer_id: PeerID, search: Search) -> str:
+        if peer_id in self._banned:
+            return "banned"
+        if peer_id in search.unreachable:
+            return "could not be reached"
+        return search.refused.get(peer_id, "did not ask to join")
+
+    def _candidates(self, search: Search) -> list[PeerID]:
+        """Return the peers that may lead, best first. Peers new to the run may lead only if there are no others."""
+        nodes = [
+            entry
+            for entry in self.roster.values()
+            if not (entry.is_client or entry.peer_id in self._banned or entry.peer_id in self._spared)
+        ]
+        established = [entry for entry in nodes if entry.is_established]
+        number = search.control.number
+        return sorted((entry.peer_id for entry in established or nodes), key=lambda peer_id: rank(number, peer_id))
+
+    def _choose_leader(self, search: Search) -> PeerID | None:
+        """Return the best candidate that has not failed to answer; None if there is none at the moment.
+
+        Candidates that have failed are asked again after RETRY_SECONDS, unless other peers wait for this one to begin.
+        A leader that no peer has joined asks the other candidates: they may have formed a group without it.
+        """
+        now = time.monotonic()
+        joined = self._joined(search)
+        is_lonely = search.triggered_at is not None and not joined and now >= search.triggered_at + RETRY_SECONDS
+        candidates = self._candidates(search)
+        candidates = [peer_id for peer_id in candidates if peer_id not in search.given_up] or candidates
+        if is_lonely and self.peer_id in candidates:
+            candidates.remove(self.peer_id)
+        better = list(itertools.takewhile(lambda peer_id: peer_id != self.peer_id, candidates))
+        for peer_id in better:
+            if peer_id not in search.unreachable:
+                return peer_id
+        failed = min(better, key=search.unreachable.get, default=None)
+        if failed is not None and not joined and now >= search.unreachable[failed] + RETRY_SECONDS:
+            return failed
+        return None if self.client_mode else self.peer_id
+
+    async def _lead(self, search: Search) -> GroupInfo | None:
+        """Wait for the other peers and form the group; None if another peer should lead instead."""
+        while self._choose_leader(search) == self.peer_id:
+            self._changed.clear()
+            joined = self._joined(search)
+            if joined and search.triggered_at is not None:
+                is_late = time.monotonic() >= search.triggered_at + self.min_matchmaking_time
+                if is_late or not self._expected(search) - joined.keys():
+                    return self._assemble(search, joined)
+            # Not asyncio.wait_for: until Python 3.12, it drops a cancellation that arrives together with the event.
+            # The search would never end, and the searches for the next steps would wait for it.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await self._changed.wait()
+        return None
+
+    def _joined(self, search: Search) -> dict[PeerID, _Request]:
+        return {
+            peer_id: request
+            for peer_id, request in self._requests.items()
+            if request.number == search.control.number and not request.answer.done() and peer_id not in self._banned
+        }
+
+    def _expected(self, search: Search) -> set[PeerID]:
+        """Return the peers of the roster that the leader waits for."""
+        return {
+            peer_id
+            for peer_id in self.roster
+            if peer_id != self.peer_id
+            and peer_id not in self._banned
+            and peer_id not in search.unreachable
+            and self._absences[peer_id] < MAX_ABSENCES
+        }
+
+    def _assemble(self, search: Search, joined: dict[PeerID, _Request]) -> GroupInfo:
+        """Form groups of equal size, of at most `target_group_size` peers, and return this peer's."""
+        number = search.control.number
+        # Strangers, whose report this peer has not read, are let in only if nobody else has asked: keys cost nothing.
+        if known := self._known.keys() & joined.keys():
+            for stranger in joined.keys() - known:
+                joined.pop(stranger).answer.set_result(None)
+        gathered = {peer_id: self._spare(peer_id, request.gather) for peer_id, request in joined.items()}
+        gathered[self.peer_id] = search.control.data_for_gather
+        peer_ids = sorted(gathered, key=lambda peer_id: rank(number, peer_id))
+        clients = [peer_id for peer_id in peer_ids if peer_id in joined and joined[peer_id].is_client]
+        nodes = [peer_id for peer_id in peer_ids if peer_id not in clients]
+        num_groups = min(len(nodes), math.ceil(len(peer_ids) / (self.target_group_size or len(peer_ids))))
+        dealt = [*nodes, *clients]  # each group has a peer that accepts connections
+        groups, nonce = [], os.urandom(NONCE_BYTES)  # the IDs begin alike: one mark of the step's history
+        for index in range(num_groups):
+            members = tuple(dealt[index::num_groups])
+            claims = tuple(gathered[peer_id] for peer_id in members)
+            group = GroupInfo(make_group_id(nonce, number, members, claims), members, claims)
+            for peer_id in members:
+                if peer_id != self.peer_id:
+                    joined[peer_id].answer.set_result(group)
+            groups.append(group)
+        return next(group for group in groups if self.peer_id in group)
+
+    def _spare(self, peer_id: PeerID, gathered: bytes) -> bytes:
+        """Return the claims of a member, without a share if it was silent."""
+        return replace(parse_claims(gathered), bandwidth=0.0).pack() if peer_id in self._spared else gathered
+
+    async def _follow(self, search: Search, leader: PeerID, redirected: bool = False) -> GroupInfo | None:
+        """Ask a peer to lead and wait until it begins; None if it does not."""
+        control = search.control
+        request = averaging_pb2.JoinRequest(
+            schema_hash=self.schema_hash,
+            expiration=control.deadline,
+            client_mode=self.client_mode,
+            gather=control.data_for_gather,
+            group_key=group_key(self._prefix, control.number),
+        )
+        try:
+            stub = self._servicer_type.get_stub(self._p2p, leader, namespace=self._prefix)
+            async with asyncio.timeout(self.request_timeout):
+                stream = await stub.rpc_join_group(request)
+            async with aclosing(stream):
+                async with asyncio.timeout(self.request_timeout):
+                    message = await anext(stream)
+                if message.code == averaging_pb2.ACCEPTED:
+                    if self._is_asked_by(leader, control.number):
+                        return None  # the peers have asked each other: the better candidate leads
+                    self._leader = leader
+                    self._redirect(leader, control.number)
+                    message = await self._await_begin(stream, search)
+        except (TimeoutError, StopAsyncIteration, P2PDaemonError, P2PHandlerError, OSError) as error:
+            logger.debug(f"{leader} does not lead step {control.number}: {error!r}")
+            search.unreachable[leader] = time.monotonic()
+            return None
+        finally:
+            self._leader = None
+        if message.code == averaging_pb2.BEGIN_ALLREDUCE:
+            if (group := self._parse_group(message, control.number)) is None:
+                logger.warning(f"{leader} formed an invalid group, such as one without this peer")
+                search.given_up.add(leader)
+            return group
+        search.refused[leader] = averaging_pb2.MessageCode.Name(message.code)
+        search.unreachable[leader] = time.monotonic()
+        suggested = _read_peer_id(message.suggested_leader)
+        if redirected or suggested in {None, self.peer_id, leader, *search.given_up} or suggested in self._banned:
+            return None
+        return await self._follow(search, suggested, redirected=True)
+
+    def _is_asked_by(self, leader: PeerID, number: int) -> bool:
+        """Whether the leader has itself asked this peer, and this peer is the better candidate."""
+        request = self._requests.get(leader)
+        has_asked = request is not None and request.number == number and not request.answer.done()
+        return has_asked and rank(number, self.peer_id) < rank(number, leader)
+
+    async def _await_begin(
+        self, stream: AsyncIterator[averaging_pb2.MessageFromLeader], search: Search
+    ) -> averaging_pb2.MessageFromLeader:
+        """Wait for the leader's next message; TimeoutError long after the step was due: the leader may be frozen."""
+        # No second task: `await task` cannot tell a cancellation of the search from that of the task.
+        try:
+            async with asyncio.timeout(None) as search.patience:
+                if search.triggered_at is not None:
+                    self._limit_patience(search)
+                return await anext(stream)
+        except TimeoutError:
+            search.given_up.add(self._leader)
+            raise
+        finally:
+            search.patience = None
+
+    def _limit_patience(self, search: Search) -> None:
+        """Let the search abandon its leader, if it has one, some time from now on."""
+        if search.patience is not None and not search.patience.expired():
+            now = asyncio.get_running_loop().time()
+            search.patience.reschedule(now + self.min_matchmaking_time + LEADER_MARGIN)
+
+    def _parse_group(self, message: averaging_pb2.MessageFromLeader, number: int) -> GroupInfo | None:
+        content, gathered = message.ordered_peer_ids, tuple(message.gathered)
+        if len(content) != len(gathered) or len(content) > MAX_HELD_REQUESTS + 1:  # in 4 MiB, there are two million
+            return None
+        peer_ids = tuple(map(_read_peer_id, content))
+        if None in peer_ids or self.peer_id not in peer_ids or len(set(peer_ids)) < len(peer_ids):
+            return None
+        with suppress(ValueError):
+            for claims in gathered:
+                parse_claims(claims)
+            if message.group_id == make_group_id(message.group_id[:NONCE_BYTES], number, peer_ids, gathered):
+                return GroupInfo(message.group_id, peer_ids, gathered)
+        return None
+
+    # Answers to other peers
+
+    def _redirect(self, leader: PeerID, number: int) -> None:
+        """Redirect the peers that have asked this peer to the leader that has accepted it."""
+        for peer_id, request in self._requests.items():
+            if request.number == number and not request.answer.done():
+                request.answer.set_result(None if peer_id == leader else leader)
+
+    def _refuse(self, request: averaging_pb2.JoinRequest, peer_id: PeerID) -> int | None:
+        """Return the code to refuse a request with; None to accept it."""
+        number = parse_group_key(self._prefix, request.group_key)
+        if number is None:
+            return averaging_pb2.BAD_GROUP_KEY
+        if request.schema_hash != self.schema_hash:
+            return averaging_pb2.BAD_SCHEMA_HASH
+        is_large = request.ByteSize() > MAX_REQUEST_BYTES  # with unknown fields; it is kept while it waits
+        if is_large or peer_id in self._banned or self.client_mode or peer_id == self.peer_id:
+            return averaging_pb2.PROTOCOL_VIOLATION
+        try:
+            parse_claims(request.gather)
+        except ValueError:
+            return averaging_pb2.PROTOCOL_VIOLATION  # it would make the round fail at all members
+        if number <= self.finished_number:
+            return averaging_pb2.NOT_LOOKING_FOR_GROUP
+        if len(self._requests) >= MAX_HELD_REQUESTS and peer_id not in self._requests.keys() | self._known.keys():
+            return averaging_pb2.GROUP_IS_FULL
+        return None
+
+    async def rpc_join_group(
+        self, request: averaging_pb2.JoinRequest, context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
+        """Answer a request to join the group of a step: with the group, or with the leader that this peer follows."""
+        peer_id = context.remote_id
+        code = self._refuse(request, peer_id)
+        if code is not None:
+            yield averaging_pb2.MessageFromLeader(code=code)
+            return
+        number = parse_group_key(self._prefix, request.group_key)
+        if self._leader is not None and self._search is not None and self._search.control.number == number:
+            yield averaging_pb2.MessageFromLeader(
+                code=averaging_pb2.NOT_A_LEADER, suggested_leader=self._leader.to_bytes()
+            )
+            return
+        entry = _Request(number, request.gather, request.client_mode, asyncio.get_running_loop().create_future())
+        if (before := self._requests.get(peer_id)) is not None and not before.answer.done():
+            before.answer.set_result(None)
+        self._requests[peer_id] = entry
+        self._changed.set()
+        try:
+            yield averaging_pb2.MessageFromLeader(code=averaging_pb2.ACCEPTED)
+            answer = await entry.answer
+            if isinstance(answer, GroupInfo):
+                yield averaging_pb2.MessageFromLeader(
+                    code=averaging_pb2.BEGIN_ALLREDUCE,
+                    group_id=answer.group_id,
+                    ordered_peer_ids=[member.to_bytes() for member in answer.peer_ids],
+                    gathered=answer.gathered,
+                )
+            else:
+                suggested = answer.to_bytes() if answer else b""
+                yield averaging_pb2.MessageFromLeader(code=averaging_pb2.GROUP_DISBANDED, suggested_leader=suggested)
+        finally:
+            if self._requests.get(peer_id) is entry:
+                del self._requests[peer_id]
+                self._changed.set()

@@ -1,0 +1,637 @@
+"""The collaborative optimizer: hivemind.Optimizer with one averaging round per global step.
+
+The main thread accumulates gradients. A second thread, the step thread, watches the progress of all peers. When a
+global step is due, it takes the accumulated gradients, averages them with the other peers, and runs the optimizer on
+the offloaded parameters. The main thread copies these to the model at its next local step. A peer with long local
+steps therefore takes part in each round, with the gradients that it has.
+"""
+
+import math
+import multiprocessing
+import os
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import hivemind
+import torch
+from hivemind.utils import get_logger
+from threadpoolctl import threadpool_limits
+
+from peerstep.accumulators import GradientAccumulator, clip_norm
+from peerstep.coordinator import Outcome, RoundCoordinator, StepRecord
+from peerstep.history import add_mark, different_marks
+from peerstep.progress import WARN_SECONDS, ProgressTracker
+from peerstep.progress_record import MAX_DISTANCE, MAX_ROUNDS, PeerProgress
+from peerstep.rounds import RoundAverager, RoundResult
+from peerstep.standing import EQUAL, LACKING
+from peerstep.state import TrainingStateAverager, all_finite
+
+logger = get_logger(__name__)
+
+IDLE_SECONDS = 0.1  # polling interval for a due step
+MAX_MISSED_UPDATES = 64  # steps that the other peers can have taken during a download or a sleep
+# Consecutive steps without a round after which a peer says that it is away, or takes the step without the others.
+# The trainer with the smallest peer ID goes first, the others only if it takes no step either.
+MAX_FAILURES, MAX_FAILURES_OF_OTHERS = 3, 6
+# Fraction of a global step that local steps and rounds may wait for each other, also with delays
+SHORT = 0.05
+RETRY_SECONDS = 1.0  # after a failed round, for a local step of a peer that computes nothing during rounds
+MAX_FAILED_LOADS = 3  # before peers that claim a step without any offered state are ignored for a while
+
+
+def use_one_core() -> None:
+    """Limit the calling thread to one OpenMP thread.
+
+    With more OpenMP threads than cores, GNU's library puts idle ones to sleep. Waking them for each operation of the
+    main thread took 12 to 47 % of the speed of a trainer on two cores.
+    """
+    torch.get_num_threads()  # torch sets the limit of a thread at its first use
+    threadpool_limits(1, user_api="openmp")
+
+
+class CollaborativeOptimizer(hivemind.Optimizer):
+    """hivemind.Optimizer that averages gradients and parameters in one round per global step.
+
+    :param public_key: the subkey of this peer's records, from `make_validators`
+    :param batch_size_lead: samples before the target at which the search for a group begins at the latest
+    :param kwargs: of hivemind.Optimizer. `tracker_opts` are further arguments of ProgressTracker, `averager_opts` of
+      TrainingStateAverager; `grad_averager_factory` builds a RoundAverager
+    """
+
+    def __init__(self, *, public_key: bytes, batch_size_lead: int = 0, **kwargs):
+        self._public_key = public_key
+        self.num_dropped_gradients = 0
+        self.num_computed = 0  # samples of the local steps, without those whose gradients were dropped
+        self._records: deque[StepRecord] = deque(maxlen=64)  # see pop_records
+        # Updates that this peer's parameters lack, or have with another gradient, compared with those of its group
+        self.distance = 0.0
+        self._num_failures = 0  # consecutive rounds that this peer has failed to take part in
+        self._num_stuck = 0  # those since another trainer, or this peer, has taken a step
+        self._num_alone = 0  # consecutive marks of steps that this peer took alone
+        self._retry_at = self._warn_at = 0.0  # `time.monotonic`
+        self.last_step: int | None = None  # no step beyond this one is taken
+        self.on_round: Callable[[dict], None] | None = None  # takes what came of each round, as JSON
+        # Of the newest rounds with other trainers: whether they averaged everything with every trainer of the step
+        self.recent_rounds: deque[bool] = deque(maxlen=MAX_ROUNDS)
+        self._round_times: deque[tuple[float, float]] = deque(maxlen=16)  # end (`time.monotonic`) and seconds
+        self._failed_loads = 0
+        self._has_update = False  # whether the offloaded parameters are newer than the model's
+        self._is_broken = False  # whether the offloaded parameters are not finite
+        self._waits_for_step = False  # whether the main thread waits in `step`
+        self._in_round = self._in_step = False
+        # `time.monotonic` at which the main thread left `step`, and the seconds of its newest local step
+        self._returned_at, self._local_seconds = -math.inf, math.inf
+        self._step_lock = threading.RLock()  # held by the step thread from the start of a step to its end
+        self._update_lock = threading.RLock()  # held while parameters and statistics change or are copied
+        self._wake, self._progressed, self._stopped = threading.Event(), threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+        super().__init__(**kwargs)
+        self.coordinator = RoundCoordinator(
+            self.tracker, self.grad_averager, self.matchmaking_time, self.averaging_timeout, batch_size_lead
+        )
+        self.tracker.schema = self.grad_averager.schema_id
+        self.tracker.start()
+
+    # Builders that hivemind.Optimizer calls
+
+    def _make_progress_tracker(self, *args, performance_ema_alpha: float, **kwargs) -> ProgressTracker:
+        return ProgressTracker(self.dht, self.run_id, *args, public_key=self._public_key, **kwargs)
+
+    def _make_state_averager(self, **kwargs) -> TrainingStateAverager:
+        return TrainingStateAverager(
+            dht=self.dht,
+            public_key=self._public_key,
+            prefix=f"{self.run_id}_state_averager",
+            shutdown_timeout=self.shutdown_timeout,
+            offload_optimizer=self.offload_optimizer,
+            custom_gradients=self.offload_optimizer,
+            client_mode=self.dht.client_mode,
+            allow_state_sharing=False,  # until there is a trained state to share, see share_state
+            start=True,
+            credible_epoch=self.tracker.credible_epoch,
+            **kwargs,
+        )
+
+    def _make_gradient_averager(self, factory: Callable[..., RoundAverager], **kwargs) -> RoundAverager:
+        averager = factory(
+            self._offloaded_parameters(),
+            dht=self.dht,
+            prefix=f"{self.run_id}_round_averager",
+            shutdown_timeout=self.shutdown_timeout,
+            client_mode=self.dht.client_mode,
+        )
+        for parameter, gradient in zip(self._offloaded_parameters(), averager.gradients, strict=True):
+            parameter.grad = gradient
+        self.accumulator = self._make_accumulator(averager)
+        return averager
+
+    def _make_accumulator(self, averager: RoundAverager) -> GradientAccumulator:
+        return GradientAccumulator(self.state_averager.main_parameters, averager.gradients)
+
+    def _offloaded_parameters(self) -> list[torch.Tensor]:
+        return self.state_averager._optimized_parameters()
+
+    @property
+    def processes(self) -> dict[str, multiprocessing.Process]:
+        """The averagers' processes, by name. Training cannot continue without them."""
+        return {"state averager": self.state_averager, "round averager": self.grad_averager}
+
+    # Local steps, in the main thread
+
+    def step(self, closure: None = None, batch_size: int | None = None, grad_scaler=None) -> None:
+        """Record a local step. Waits for the global step if the step is due and not delayed.
+
+        :param batch_size: samples of this local step; default: `batch_size_per_step`
+        :raises ValueError: for hivemind's GradScaler, which gives wrong steps here; torch's works
+        """
+        if grad_scaler is not None:
+            raise ValueError("use torch.amp.GradScaler, not hivemind's")
+        self._start_thread()
+        self._local_seconds = time.monotonic() - self._returned_at
+        self._apply_update()
+        if self._is_out_of_sync():
+            logger.info("Out of sync with the collaboration")
+            self.load_state_from_peers()
+        elif self._accumulate(self.batch_size_per_step if batch_size is None else batch_size):
+            self._wait_for_step(self._patience())
+        self._returned_at = time.monotonic()
+
+    def _accumulate(self, num_samples: int) -> bool:
+        """Accumulate the gradients of the model; False if one has NaN or Inf."""
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if not all_finite(gradients):
+            self.num_dropped_gradients += 1
+            if self.num_dropped_gradients == 1 or self.num_dropped_gradients % 100 == 0:
+                logger.warning(f"Dropped a gradient that is not finite ({self.num_dropped_gradients} so far)")
+            return False
+        self.num_computed += num_samples
+        epoch = self.tracker.local_progress.epoch
+        self.tracker.report_samples(self._take_local_step(num_samples), epoch)
+        return True
+
+    def _take_local_step(self, num_samples: int) -> int:
+        """Use the gradients of the model, which are finite. Return the samples accumulated for the global step."""
+        return self.accumulator.add(num_samples)
+
+    def _patience(self) -> float:
+        """Return the seconds for which a local step waits for a global step that is due or runs.
+
+        With delays it waits for short rounds, too. Gradients of old parameters make a step worth less, see
+        docs/tuning.md. Local updates are not of the parameters of a step, and lose nothing.
+        """
+        if not self.delay_grad_averaging:
+            return math.inf
+        if self.grad_averager.local_updates or not self._step_seconds:
+            return 0.0
+        seconds, local = statistics.fmean(seconds for _, seconds in tuple(self._round_times)), self._local_seconds
+        # A local step that began before a round hides a part of it: on average all of it, or half of a local step.
+        idle = seconds**2 / (2 * local) if seconds < local else seconds - local / 2
+        return 2 * seconds if idle <= SHORT * self._step_seconds else 0.0
+
+    def _awaits_local_step(self) -> bool:
+        """Whether a step that is due waits for the end of a short local step, which then counts in it."""
+        is_short = self._local_seconds <= SHORT * self._step_seconds
+        waits = is_short and not self._waits_for_step and 0 < self._patience() < math.inf
+        return waits and time.monotonic() < self._returned_at + 2 * self._local_seconds
+
+    def _wait_for_step(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        waits_for_update = self.delay_grad_averaging or not self.delay_optimizer_step
+        with self.tracker.pause_updates():
+            self._waits_for_step = seconds > 0
+            self._wake.set()
+            try:
+                while (
+                    time.monotonic() < until
+                    and self._may_begin_step()
+                    and not (self._is_over or self._is_interrupted())
+                ):
+                    # The order matters: a step that begins in between is marked as busy before it stops being due.
+                    is_due = self._is_due()
+                    is_busy = self._in_step if waits_for_update else self._in_round
+                    if not (is_due or is_busy):
+                        break
+                    self._progressed.wait(IDLE_SECONDS)
+                    self._progressed.clear()
+            finally:
+                self._waits_for_step = False
+        self._apply_update()
+
+    def _is_due(self) -> bool:
+        """Whether to take the next step now; not at once after a failed round."""
+        is_due = self.tracker.seconds_to_step <= 0 or self.coordinator.has_group
+        return is_due and time.monotonic() >= self._retry_at
+
+    @property
+    def _is_over(self) -> bool:
+        return self.last_step is not None and self.local_epoch >= self.last_step
+
+    def _is_interrupted(self) -> bool:
+        """Whether training ends, or this peer must recover or download a state before its next step."""
+        return self._stopped.is_set() or self._is_broken or self._is_out_of_sync()
+
+    def _may_begin_step(self) -> bool:
+        """Whether the contribution may be loaded now: without delays, gradients only between two local steps."""
+        return self.delay_grad_averaging or self._waits_for_step or self.grad_averager.local_updates
+
+    def _apply_update(self) -> None:
+        """Copy the offloaded parameters to the model, if they are newer."""
+        if self._has_update:
+            with self._update_lock:
+                self._has_update = False
+                self._copy_parameters()
+
+    def _copy_parameters(self) -> None:
+        self.state_averager._apply_optimizer_parameters_()
+
+    def finish_pending_update(self) -> None:
+        """Wait for the running step, if there is one, and copy its parameters to the model."""
+        with self.frozen_state():
+            pass
+
+    @contextmanager
+    def frozen_state(self) -> Iterator[None]:
+        """Keep model, parameters and optimizer statistics at one step, with no step running."""
+        with self._step_lock, CollaborativeOptimizer.saved_state(self):
+            yield
+
+    @contextmanager
+    def saved_state(self) -> Iterator[None]:
+        """Keep them at one step for writing a checkpoint. A round may run: it changes none of them before it ends."""
+        with self._update_lock:
+            self._apply_update()
+            yield
+
+    # Global steps, in the step thread
+
+    def _start_thread(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="GlobalSteps", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        if self.state_averager.main_parameters[0].device.type == "cpu":
+            use_one_core()  # the others are for the local steps
+        while not self._stopped.is_set():
+            self._wake.wait(IDLE_SECONDS)
+            self._wake.clear()
+            try:
+                with self._step_lock:
+                    self._advance()
+            except Exception as error:
+                logger.warning(f"Step #{self.local_epoch + 1} failed ({error!r}); trying again", exc_info=True)
+                self._report_step(self.accumulator.num_samples)
+                self._stopped.wait(1.0)
+            finally:
+                self._in_step = self._in_round = False
+                self._progressed.set()
+
+    def _advance(self) -> None:
+        """Search for the group of the next step ahead of time; take the step if it is due."""
+        if (missed := self._num_skippable()) > 0:
+            self._skip(missed)
+        if self._is_interrupted():
+            self.coordinator.call_off()
+            return
+        if self._is_over or not self._may_begin_step():
+            return
+        is_alone = not self.tracker.num_expected(self.local_epoch + 1)
+        if is_alone and self._has_update and not self._waits_for_step:
+            return  # the main thread has not reported the previous step yet, and no peer waits for this one
+        self.coordinator.look_ahead()
+        if self._is_due() and not self._awaits_local_step():
+            self._take_step(self.local_epoch + 1)
+
+    def _take_step(self, step: int) -> None:
+        self._in_step = self._in_round = True
+        started = time.monotonic()
+        if not all_finite(self._offloaded_parameters()):
+            self._is_broken = self._has_update = True  # the main thread finds the values in the model and recovers
+            return
+        samples = self.accumulator.load()
+        logger.info(f"Beginning optimizer step #{step}")
+        self.tracker.begin_step(step, samples)
+        loaded = time.monotonic()
+        # A fast peer computes more samples than the bound in a slow round: they are the mean of more than they count.
+        weight = min(float(samples), self.grad_averager.max_weight)
+        self.grad_averager.learning_rate.value = self.param_groups[0]["lr"]
+        outcome, result = self.coordinator.average(step, weight)
+        averaged = time.monotonic()
+        self._in_round = False
+        self._progressed.set()
+        if outcome == Outcome.STOPPED:
+            return
+        with self._update_lock:
+            carried = self._apply_outcome(step, samples, outcome, result)
+        seconds = {"load": loaded - started, "round": averaged - loaded, "update": time.monotonic() - averaged}
+        if outcome != Outcome.ALONE:
+            self.recent_rounds.append(result is not None and result.received == 1 and not result.missed)
+            self._round_times.append((averaged, averaged - loaded))
+        self._log_round(step, samples, outcome, result, seconds)
+        self._report_step(carried)
+        if outcome != Outcome.FAILED:
+            self.share_state()
+
+    def _report_step(self, samples: int) -> None:
+        """Report the step that this peer is at, the samples for the next one, and its standing."""
+        is_away = self._num_failures >= MAX_FAILURES
+        standing = {"distance": min(self.distance, MAX_DISTANCE), "marks": self.state_averager.marks, "away": is_away}
+        self.tracker.complete_step(self.local_epoch, samples, **standing)
+
+    def _apply_outcome(self, step: int, samples: int, outcome: Outcome, result: RoundResult | None) -> int:
+        """Bring the training state to a step. Return the samples carried over into the next one."""
+        if outcome == Outcome.FAILED:
+            self._records.append(StepRecord(step, outcome, error=self.coordinator.last_error))
+            return self._keep_samples(step, samples)
+        if outcome == Outcome.MISSED:
+            self.state_averager.local_epoch = step
+            self._num_failures, self._num_stuck = self._num_failures + 1, 0
+            self.distance += 1
+            if self._num_failures == MAX_FAILURES:
+                logger.warning(
+                    f"This peer has missed {MAX_FAILURES} rounds in a row: it reaches the DHT, but no trainer that "
+                    "leads a round. See docs/networking.md. It keeps trying, and the others do not wait for it"
+                )
+            self._records.append(StepRecord(step, outcome))
+            return self._carry_over(step, samples)
+        self.accumulator.confirm()
+        self._num_failures = self._num_stuck = 0
+        used = round(min(samples, self.grad_averager.max_weight))
+        parameters, kind = None, "updates" if self.grad_averager.local_updates else "gradients"
+        if outcome == Outcome.AVERAGED:
+            self.tracker.record_members(result.members, result.violations)
+            used = round(result.weight) if result.distance <= LACKING else None
+            parameters = self._take_parameters(step, result)
+            logger.info(f"Averaged {kind} with {len(result.members)} peers")
+            if result.received < 1:
+                silent = "".join(f"; {peer_id} answered nothing" for peer_id in result.silent)
+                logger.warning(f"The round of step #{step} was partial: received {result.received:.1%} of it{silent}")
+            if result.was_late and time.monotonic() >= self._warn_at:
+                self._warn_at = time.monotonic() + WARN_SECONDS
+                logger.warning(
+                    f"Some gradients of this peer came too late for step #{step}. If its link is slower than the "
+                    "others', let all peers pass --gradient_compression blockwise8, or also --local_updates"
+                )
+        else:
+            self.distance, self.coordinator.is_settling = 0.0, False
+            if self.grad_averager.includes_parameters(step):
+                self._add_mark(step, os.urandom(16), is_alone=True)
+            logger.info(f"Nobody else is at step #{step}: proceeding with local {kind}")
+        # The norm is that of the average, the same at all peers, as in one process with the samples of all.
+        clip_norm(self.grad_averager.gradients, self.grad_averager.gradient_bound())
+        self.state_averager.apply_update(step, parameters)
+        self.state_averager.local_epoch = step
+        self._has_update = True
+        self._records.append(StepRecord(step, outcome, used))
+        return self.accumulator.num_samples
+
+    def _keep_samples(self, step: int, samples: int) -> int:
+        """Try a step again later, for which no group was found. Return the samples for it."""
+        self._num_failures, self._num_stuck = self._num_failures + 1, self._num_stuck + 1
+        self._retry_at = time.monotonic() + RETRY_SECONDS
+        own_id = self.tracker.local_progress.peer_id
+        is_first = all(own_id < progress.peer_id for progress in self.tracker.counting)
+        if self._num_stuck >= (MAX_FAILURES if is_first else MAX_FAILURES_OF_OTHERS):
+            number = self.tracker.ignore(lambda progress: progress.completed < step)
+            logger.warning(
+                f"No group for step #{step}, {self._num_stuck} times: taking it without {number} other trainers, "
+                "which this peer does not reach"
+            )
+            self._num_failures = self._num_stuck = 0
+        else:
+            logger.warning(f"No group for step #{step} in time: keeping its samples for another try")
+        return self._take_back(samples)
+
+    def _take_back(self, samples: int) -> int:
+        """Return the samples for the next step, with those of the contribution unless a round may have used it."""
+        if not self.coordinator.has_sent:
+            return self.accumulator.take_back(samples)
+        self.accumulator.confirm()
+        return self.accumulator.num_samples
+
+    def _carry_over(self, step: int, samples: int) -> int:
+        """Count the contribution to a missed step in the next one. Return its samples.
+
+        Gradients of parameters that lack more updates are too old. Local updates are kept.
+        """
+        if self.distance > LACKING and not self.grad_averager.local_updates:
+            logger.warning(f"Missed the round of step #{step} as well: dropped {samples} samples that are too old")
+            return self.accumulator.num_samples
+        logger.info(f"Missed the round of step #{step}: carrying {samples} samples over into the next")
+        return self._take_back(samples)
+
+    def _take_parameters(self, step: int, result: RoundResult) -> list[torch.Tensor] | None:
+        """Return the averaged parameters and update `distance`; None if the round had none, or they are too far.
+
+        After a repair, the optimizer statistics lack gradients: the parameters settle, without weight until one more
+        round with parameters. By then the gradients have faded (0.9^8 = 0.43).
+        """
+        distance, self.distance = result.distance, result.distance + 1 - result.received
+        if result.received_parameters is None:
+            return None
+        if result.is_far:
+            logger.warning(f"The parameters of most peers in the round of step #{step} are far from this peer's")
+            # One peer of the group keeps its parameters, and the others receive them in the next round.
+            if self.dht.peer_id != min(result.members):
+                self.distance = MAX_DISTANCE
+            return None
+        # As a norm: of 13 updates that 2 % of the elements lack, 1.8 are left.
+        self.distance = distance * math.sqrt(1 - result.received_parameters) + 1 - result.received
+        self.coordinator.is_settling = distance >= EQUAL
+        if self.grad_averager.includes_parameters(step) and result.is_complete:
+            self._add_mark(step, result.group_id, is_alone=False)
+        return self.grad_averager.averaged_parameters
+
+    def _add_mark(self, step: int, mark_id: bytes, is_alone: bool) -> None:
+        self.state_averager.marks = add_mark(self.state_averager.marks, step, mark_id, self._num_alone)
+        self._num_alone = self._num_alone + 1 if is_alone else 0
+
+    def _log_round(
+        self, step: int, samples: int, outcome: Outcome, result: RoundResult | None, seconds: dict[str, float]
+    ) -> None:
+        if self.on_round is None:
+            return
+        result = result or RoundResult(members=[], received=0.0, weights={})
+        entry = {
+            "time": time.time(),
+            "step": step,
+            "outcome": outcome.value,
+            "samples": samples,
+            "attempts": self.coordinator.num_attempts,
+            "error": self.coordinator.last_error,
+            "distance": round(self.distance, 3),
+            "group": list(map(str, result.members)),
+            "received": round(result.received, 4),
+            "seconds": {name: round(value, 3) for name, value in {**result.seconds, **seconds}.items()},
+        }
+        for name in ("weights", "missed", "violations"):
+            entry[name] = {str(peer_id): value for peer_id, value in getattr(result, name).items()}
+        self.on_round(entry)
+
+    @property
+    def averaging_share(self) -> float | None:
+        """Fraction of the time for which rounds ran lately; None before the third round."""
+        _, *times = tuple(self._round_times) or [(0.0, 0.0)]
+        seconds = self._step_seconds
+        return min(1.0, statistics.fmean(of_round for _, of_round in times) / seconds) if seconds else None
+
+    @property
+    def _step_seconds(self) -> float:
+        """Mean time between the ends of the last rounds; 0 before the third one."""
+        ends = [end for end, _ in tuple(self._round_times)]  # the step thread adds to it
+        return (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 2 else 0.0
+
+    def pop_records(self) -> list[StepRecord]:
+        """Return what came of the global steps since the last call."""
+        return [self._records.popleft() for _ in range(len(self._records))]
+
+    # Joining and catching up
+
+    def _is_out_of_sync(self) -> bool:
+        """Whether the other trainers, the larger side, have another history, or are too far ahead."""
+        return not self._in_step and self.tracker.rival is not None and self._num_skippable() <= 0
+
+    def _num_skippable(self) -> int:
+        """Return by how many steps the larger side is ahead in this peer's history; 0 if this peer needs its state."""
+        rival = self.tracker.rival
+        if rival is None or different_marks(self.state_averager.marks, rival.marks) != []:
+            return 0
+        missed = rival.completed - self.local_epoch
+        return missed if missed <= MAX_MISSED_UPDATES else 0
+
+    def _skip(self, missed: int) -> None:
+        """Continue at the step of the others, as after a sleep. They give this peer the parameters, see Standing."""
+        self.coordinator.call_off()
+        self.state_averager.local_epoch += missed
+        self.distance += missed
+        logger.info(f"Missed {missed} steps: receiving the parameters in the round of step #{self.local_epoch + 1}")
+        self._records.append(StepRecord(self.local_epoch, Outcome.CAUGHT_UP))
+        self._report_step(self.accumulator.num_samples)
+        self.share_state()
+
+    def load_state_from_peers(self, **_kwargs) -> bool:
+        """Download the newest state that a peer offers and that fits; without one, continue with this peer's state.
+
+        If this peer is out of sync, only a state of the other side is used, also one of a lower step.
+        """
+        self.coordinator.call_off()
+        with self._step_lock, self.tracker.pause_updates():
+            rival, averager, query = self.tracker.rival, self.state_averager, {}
+            if rival is not None:
+                # Offers lag by a step, but a state of this peer's own step is not what it lacks.
+                least = max(0, rival.completed - (rival.completed != self.local_epoch + 1))
+                query = {"min_epoch": least, "credible_epoch": rival.epoch, "marks": rival.marks}
+            self.tracker.set_away(True)
+            with self._update_lock:
+                loaded = averager.load_state_from_peers(**query)
+            self.tracker.set_away(False)
+            if loaded:
+                self._has_update = self._is_broken = False
+                self.tracker.complete_step(self.local_epoch, 0, marks=averager.marks)
+                self.tracker.refresh()
+                # The other trainers have taken steps during the download. This peer takes part in their current or
+                # next round and receives the updates that it lacks.
+                epoch = max(self.local_epoch, self.tracker.agreed_epoch)
+                missed = epoch - self.local_epoch if epoch <= self.local_epoch + MAX_MISSED_UPDATES else 0
+                averager.local_epoch += missed
+                self.distance, self.coordinator.is_settling = float(missed), missed > 0
+                self.forget_progress()
+                self.share_state()
+                self._records.append(StepRecord(self.local_epoch, Outcome.CAUGHT_UP))
+                self._failed_loads = 0
+            elif rival is not None:
+                return self._follow_clients(rival) or self._ignore_unbacked_claim(rival)
+        return loaded
+
+    def begin_at(self, epoch: int) -> None:
+        """Start at global step `epoch` with the parameters of the model, which was resumed from a checkpoint."""
+        self.state_averager.sync_with_main_parameters(epoch)
+        self.distance = 0.0
+        self.forget_progress()
+
+    def restore(self, metadata: dict, tensors: list[torch.Tensor]) -> None:
+        """Replace the training state, as the state averager does, and drop the accumulated gradients."""
+        with self._step_lock, self._update_lock:
+            self.state_averager.restore(metadata, tensors)
+            self._has_update, self.distance = False, 0.0
+            self._records.clear()
+            self.forget_progress()
+
+    def discard_local_updates(self) -> bool:
+        """Return to the finite parameters of the last global step; False if the model has them already."""
+        return False
+
+    def _follow_clients(self, rival: PeerProgress) -> bool:
+        """Join trainers that are all in client mode and thus offer no state; False if one is not.
+
+        Only a newcomer does, which has nothing to lose by a lie. It receives their parameters in their rounds.
+        """
+        others = [rival, *self.tracker.alive(self.tracker.other_trainers)]
+        if self.local_epoch > 0 or not all(progress.client_mode for progress in others):
+            return False
+        logger.warning(
+            "All other trainers are in client mode, and nobody can download a state from them: joining without their "
+            "optimizer statistics. Let one trainer have a public address"
+        )
+        self.state_averager.local_epoch, self.state_averager.marks = rival.completed, ()
+        self.distance = MAX_DISTANCE
+        self.forget_progress()
+        self._records.append(StepRecord(rival.completed, Outcome.CAUGHT_UP))
+        return True
+
+    def _ignore_unbacked_claim(self, rival: PeerProgress) -> bool:
+        """Record a claim of a step without an offer, and ignore such claims after MAX_FAILED_LOADS. Return False."""
+        self._failed_loads += 1
+        if self._failed_loads < MAX_FAILED_LOADS:
+            self._stopped.wait(1.0)
+            self.tracker.refresh()
+            return False
+        self._failed_loads = 0
+        number = self.tracker.ignore(lambda progress: abs(progress.epoch - rival.epoch) <= 1)
+        logger.warning(f"Ignoring {number} peers that claim step #{rival.epoch}: no peer offers a state of that step")
+        return False
+
+    def forget_progress(self) -> None:
+        """Drop the accumulated gradients, which belong to previous parameters."""
+        self._is_broken = False
+        self.accumulator.drop()
+        self._report_step(0)
+
+    def share_state(self) -> None:
+        """Offer this peer's state to joining peers, unless it lacks an update. Call it once there is a trained state.
+
+        Only updates that another trainer has count: if all lack the same ones, their states are all there is.
+        """
+        averager = self.state_averager
+        if self.tracker.num_lacking >= 1:
+            averager.allow_state_sharing = False
+        elif not averager.client_mode:
+            averager.offer(priority=averager.applied_epoch)
+
+    # Shutdown
+
+    def say_goodbye(self) -> None:
+        """Announce departure now; pending rounds may outlast the shutdown grace period."""
+        self.tracker.shutdown(self.shutdown_timeout)
+
+    def stop_averaging(self) -> None:
+        """Cancel the running round and end the step thread."""
+        self._stopped.set()
+        self._wake.set()
+        self.coordinator.stop()
+        if self._thread is not None:
+            self._thread.join(self.shutdown_timeout)
+
+    def __del__(self) -> None:  # hivemind's shuts down, also what `__init__` has not built
+        pass
+
+    def shutdown(self) -> None:
+        self.say_goodbye()
+        self.stop_averaging()
+        self._apply_update()
+        self.state_averager.shutdown()
+        self.grad_averager.shutdown()

@@ -1,0 +1,502 @@
+"""Progress reports of the peers, and when a global step is due.
+
+Each trainer publishes a signed record under `{run_id}_training_progress`, which `SafeDHT` spreads over several keys:
+the newest steps that it has begun and completed, the samples for the next one, and how far its parameters are from the
+others', see progress_record.py.
+Adapted from hivemind/optim/progress_tracker.py, which believes every claim of a later step.
+"""
+
+import math
+import statistics
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+from hivemind.dht import DHT
+from hivemind.p2p import PeerID
+from hivemind.utils import MPFuture, PerformanceEMA, get_logger
+from hivemind.utils.timed_storage import ValueWithExpiration
+
+from peerstep.clock import run_time
+from peerstep.history import MAX_DIFFERENT, different_marks, outranks
+from peerstep.matchmaking import RosterEntry
+from peerstep.neighbours import cap_weights
+from peerstep.progress_record import PROTOCOL, PeerProgress, parse_progress
+from peerstep.records import signer_of
+from peerstep.standing import LACKING
+
+logger = get_logger(__name__)
+
+HEARTBEAT_SECONDS = 5.0  # between two reports of a peer with long local steps
+REPORT_FRACTION = 0.25  # seconds between two reports of samples, as a fraction of the time to the step
+MIN_RATE_UPDATES = 2  # local steps after which a peer's rate is known: the first is too fast, its batch was ready
+ALIVE_SECONDS = 3 * HEARTBEAT_SECONDS  # age of the newest report from which on a peer is not waited for
+PROBATION_SECONDS = 1.5 * HEARTBEAT_SECONDS  # for which a peer counts as alive whose first report looks old
+MAX_EXTRAPOLATION = 60.0  # seconds after its newest samples for which a peer is assumed to compute
+SECONDS_PER_PEER = 0.2  # between two reads: a read of 100 reports costs the other nodes 0.7 MB
+DHT_TIMEOUT = 10.0
+POLL_SECONDS = 0.05
+ROUND_END_SECONDS = 2.0  # between two reads while other trainers are still in the round that this peer has left
+HOLD_SECONDS = 120.0  # after a step, for which a trainer that is ahead of most others waits for them
+CONFIRMING_READS = 2  # of the reports after which a trainer believes that the others have another history
+IGNORE_SECONDS = 600.0  # for which a peer is ignored after a violation, or after a claim of a step without an offer
+WARN_SECONDS = 600.0  # between two warnings about the same peer
+
+
+@dataclass(frozen=True)
+class TrackerOptions:
+    """How often a trainer asks the others for their progress.
+
+    :param min_refresh_period: least seconds between two reads, and between two reports of samples
+    :param max_refresh_period: most seconds between two reads
+    :param default_refresh_period: seconds between two reads while no other peer reports any, or a read has failed
+    :param expected_drift_peers: number of peers that are assumed to join during a global step
+    :param expected_drift_rate: the same, as a fraction of the peers
+    :param performance_ema_alpha: weight of the newest measurement in the average of samples per second
+    :param metadata_expiration: seconds to the expiration of a report, at most 120
+    """
+
+    min_refresh_period: float = 0.5
+    max_refresh_period: float = 30.0
+    default_refresh_period: float = 3.0
+    expected_drift_peers: float = 3.0
+    expected_drift_rate: float = 0.2
+    performance_ema_alpha: float = 0.1
+    metadata_expiration: float = 120.0
+
+
+class ProgressTracker(threading.Thread):
+    """Publishes this peer's progress and reads the progress of the other peers.
+
+    :param public_key: the subkey of this peer's records, from `make_validators`
+    :param target_batch_size: samples that all peers together accumulate for one global step
+    :param believes_weights: whether each sample that a peer claims counts, see neighbours.py
+
+    Set `schema`, which tells the rounds of this peer from those of peers with another model or compression, before the
+    start. Trainers with another one are ignored, and counted in `num_misfits`.
+    """
+
+    def __init__(
+        self,
+        dht: DHT,
+        run_id: str,
+        target_batch_size: int,
+        args: TrackerOptions,
+        *,
+        public_key: bytes,
+        believes_weights: bool = False,
+    ):
+        super().__init__(name="ProgressTracker", daemon=True)
+        self.dht, self.key, self.args = dht, f"{run_id}_training_progress", args
+        self.target_batch_size, self.believes_weights, self.schema = target_batch_size, believes_weights, ""
+        self.performance_ema = PerformanceEMA(alpha=args.performance_ema_alpha)
+        self.on_refresh: Callable[[], None] = lambda: None
+        self._subkey = public_key
+        self._lock = threading.RLock()  # never held while the DHT is read
+        self._wake, self._stopped = threading.Event(), threading.Event()
+        self._others: dict[bytes, PeerProgress] = {}  # subkey -> newest report of a peer
+        self._ignored: dict[bytes, float] = {}  # peer ID -> time.monotonic until which the peer is ignored
+        self.num_misfits = 0  # live trainers with another schema
+        self._num_rival_reads = 0  # since this peer's last step, after which another side outranked this peer's
+        self._warned_at: dict[bytes, float] = {}
+        self._next_report = self._next_fetch = 0.0  # time.monotonic
+        self._last_report = -math.inf
+        self._num_fetches = 0
+        self._fetched_at = time.monotonic()  # when the current reports were read
+        self._num_fetches_before_step, self._completed_at = 0, -math.inf
+        self._pending_fetch: tuple[MPFuture, float] | None = None  # result and start time
+        self._first_seen: dict[bytes, float] = {}  # peer ID -> when its first report was read
+        self._last_increment = 0  # samples of the newest local step
+        self._is_reporting = False  # a trainer publishes nothing before its first local step
+        self.local_progress = PeerProgress(dht.peer_id.to_bytes(), client_mode=dht.client_mode)
+        self._set()
+
+    # This peer's progress
+
+    def report_samples(self, samples_accumulated: int, epoch: int) -> None:
+        """Report the samples for the next step, after each local step that began in step `epoch`."""
+        with self._lock:
+            if epoch != self.local_progress.epoch:
+                return  # a step has begun meanwhile, and has the samples
+            extra = samples_accumulated - self.local_progress.samples_accumulated
+            if extra > 0:
+                self._last_increment = extra
+                self.performance_ema.update(task_size=extra)
+            else:
+                self.performance_ema.reset_timer()
+            self._set(samples_accumulated=samples_accumulated)
+        self._is_reporting = True
+        self._report_soon(self._report_period())
+
+    def _report_period(self) -> float:
+        """Return the seconds between two reports of samples, which the other peers extrapolate between them."""
+        if self.performance_ema.num_updates <= MIN_RATE_UPDATES:  # no report has had the rate yet
+            return self.args.min_refresh_period
+        return max(self.args.min_refresh_period, REPORT_FRACTION * self.seconds_to_step)
+
+    def begin_step(self, epoch: int, contributed: int) -> None:
+        """Report that this peer begins the round of a step and contributes so many samples."""
+        self._set(epoch=epoch, samples_accumulated=0, contributed=contributed)
+        self._report_soon(0.0)
+
+    def complete_step(self, epoch: int, samples_accumulated: int, **standing) -> None:
+        """Report that this peer is at a step, and of `distance`, `away` and `marks` those that have changed."""
+        self._set(epoch=epoch, completed=epoch, samples_accumulated=samples_accumulated, **standing)
+        self._num_rival_reads = 0
+        self._report_soon(0.0)
+        self._num_fetches_before_step, self._completed_at = self._num_fetches, time.monotonic()
+        self.refresh_in(self.args.min_refresh_period)
+
+    def set_away(self, away: bool) -> None:
+        """Report whether other peers are not to wait for this one."""
+        if away != self.local_progress.away:
+            self._set(away=away)
+            self._report_soon(0.0)
+
+    def _set(self, **changes) -> None:
+        rate, now = float(self.performance_ema.samples_per_second), run_time()
+        with self._lock:
+            self.local_progress = replace(
+                self.local_progress, samples_per_second=rate, time=now, reported_at=now, **changes
+            )
+
+    def _report_soon(self, min_seconds: float) -> None:
+        """Schedule a report for now, or for when the last report is `min_seconds` old."""
+        with self._lock:
+            self._next_report = min(self._next_report, max(time.monotonic(), self._last_report + min_seconds))
+        self._wake.set()
+
+    def pause_updates(self) -> AbstractContextManager:
+        """Exclude the time in this context from the measured training speed."""
+        return self.performance_ema.pause()
+
+    # The other peers' progress
+
+    @property
+    def other_trainers(self) -> list[PeerProgress]:
+        """Newest reports of the other trainers, without ignored ones."""
+        now = time.monotonic()
+        with self._lock:
+            return [p for p in self._others.values() if self._ignored.get(p.peer_id, -math.inf) < now]
+
+    @property
+    def num_trainers(self) -> int:
+        """Number of trainers that have reported, including this peer."""
+        return 1 + len(self.other_trainers)
+
+    def alive(self, peers: Iterable[PeerProgress]) -> list[PeerProgress]:
+        """Select the peers whose reports were recent when they were read, so that a slow DHT does not age them."""
+        return [progress for progress in peers if self._fetched_at - progress.seen < ALIVE_SECONDS]
+
+    @property
+    def side(self) -> list[PeerProgress]:
+        """The live other trainers that are at this peer's step or next to it, with the same history."""
+        own = self.local_progress.position
+        return [progress for progress in self._present if not progress.position.is_apart_from(own)]
+
+    @property
+    def _present(self) -> list[PeerProgress]:
+        """The live other trainers that do not say that they are away."""
+        return [progress for progress in self.alive(self.other_trainers) if not progress.away]
+
+    @property
+    def counting(self) -> list[PeerProgress]:
+        """The trainers of this peer's side whose samples count: their parameters lack few updates."""
+        usual = self._usual_distance()
+        return [progress for progress in self.side if progress.distance <= usual + LACKING]
+
+    @property
+    def num_lacking(self) -> float:
+        """Updates that this peer's parameters lack, compared with the median trainer of its side."""
+        return self.local_progress.distance - self._usual_distance()
+
+    def _usual_distance(self) -> float:
+        """Return the median distance on this peer's side, see Standing."""
+        own = [] if self.local_progress.away else [self.local_progress.distance]
+        return statistics.median_low([progress.distance for progress in self.side] + own or [0.0])
+
+    @property
+    def rival(self) -> PeerProgress | None:
+        """The trainer whose side this peer must join, once several reads since its last step have shown it."""
+        return self._find_rival() if self._num_rival_reads >= CONFIRMING_READS else None
+
+    @property
+    def is_outranked(self) -> bool:
+        """Whether the newest reports show a side that this peer must join."""
+        return self._find_rival() is not None
+
+    def _find_rival(self) -> PeerProgress | None:
+        present, own = self._present, self.local_progress.position
+        own_size, rivals = 1 + len(self.side), []
+        for progress in present:
+            position = progress.position
+            if position.is_apart_from(own):
+                # Counted, not claimed: a side is as large as the number of its reports.
+                size = sum(not other.position.is_apart_from(position) for other in present)
+                if outranks(position, size, own, own_size):
+                    rivals.append((size, progress.epoch, progress))
+        return max(rivals, key=lambda rival: rival[:2], default=(None,))[-1]
+
+    @property
+    def global_epoch(self) -> int:
+        """Newest step that a trainer of this peer's side has begun, including this peer."""
+        return max([self.local_progress.epoch, *(progress.epoch for progress in self.side)])
+
+    @property
+    def agreed_epoch(self) -> int:
+        """Newest step that at least half of the other live trainers of this history have completed; 0 without any."""
+        own = self.local_progress.marks
+        others = [p for p in self._present if len(different_marks(own, p.marks) or ()) <= MAX_DIFFERENT]
+        epochs = sorted((progress.completed for progress in others), reverse=True)
+        return epochs[(len(epochs) + 1) // 2 - 1] if epochs else 0
+
+    def credible_epoch(self) -> int | None:
+        """Return the newest step that two other live trainers have begun; of a single one its step; of none None."""
+        epochs = sorted((progress.epoch for progress in self.alive(self.other_trainers)), reverse=True)
+        return epochs[min(1, len(epochs) - 1)] if epochs else None
+
+    @property
+    def next_step(self) -> int:
+        """Global step that the next round leads to."""
+        return self.local_progress.epoch + 1
+
+    def roster(self, step: int) -> list[RosterEntry]:
+        """Return the peers that may take part in the round of a step, including this peer."""
+        peers = [self.local_progress, *(p for p in self.side if step - 1 <= p.epoch <= step and p.completed < step)]
+        return [RosterEntry(PeerID(p.peer_id), p.client_mode, p.completed >= step - 1 > 0) for p in peers]
+
+    def is_done_elsewhere(self, step: int) -> bool:
+        """Whether more than half of the other live trainers of this history have completed a step."""
+        others = self.counting
+        return sum(progress.completed >= step for progress in others) * 2 > len(others)
+
+    def num_expected(self, step: int) -> int:
+        """Count the trainers of this peer's side that have not completed a step."""
+        return sum(step - 2 <= p.epoch and p.completed < step for p in self.side)
+
+    def estimate(self) -> tuple[int, float]:
+        """Return the samples that are reported for the next step, and the estimated seconds until all of them are.
+
+        A peer counts for a few times as many as the others, as in the round, see neighbours.py.
+        """
+        step, now, own = self.next_step, time.monotonic(), self.local_progress
+        reach = max(HEARTBEAT_SECONDS, SECONDS_PER_PEER * self.num_trainers)
+        reported, estimated, rates, stuck = {}, {}, {}, set()
+        for progress in [*self.counting, own]:
+            # Other peers' samples are extrapolated for a heartbeat after the report, in large runs until the next
+            # read: a killed peer computes no more.
+            # This peer's samples are exact: a peer that is alone takes its step when it has all of them.
+            peer_id, is_own = progress.peer_id, progress is own
+            until = min(now, progress.seen + reach, progress.computed + MAX_EXTRAPOLATION)
+            samples, extrapolated = progress.contributed, 0.0
+            if progress.epoch == step - 1:
+                samples = progress.samples_accumulated
+                extrapolated = 0.0 if is_own else max(0.0, until - progress.computed) * progress.samples_per_second
+            elif progress.epoch != step:
+                continue
+            reported[peer_id] = min(samples, self.target_batch_size)
+            estimated[peer_id] = min(samples + extrapolated, self.target_batch_size)
+            rates[peer_id] = progress.samples_per_second
+            if not is_own and now >= progress.computed + MAX_EXTRAPOLATION:
+                stuck.add(peer_id)  # what it has computed says nothing of the others
+        for values in (estimated, rates):
+            if not self.believes_weights:
+                values.update(cap_weights(values, len(values) - 1, stuck))
+        total = sum(min(samples, round(estimated[peer_id])) for peer_id, samples in reported.items())
+        missing = self.target_batch_size - sum(estimated.values())
+        return total, max(0.0, missing) / (sum(rates.values()) + 1e-20)
+
+    @property
+    def seconds_to_step(self) -> float:
+        """Estimated seconds until the next step is due; 0 if it is due.
+
+        A step is due once all peers together have accumulated the target batch, or once half of the other trainers
+        have begun it. A trainer that is ahead of most others waits for them.
+        """
+        step = self.next_step
+        others = self.counting
+        is_outdated = self._num_fetches == self._num_fetches_before_step
+        num_behind = sum(progress.epoch < step - 1 for progress in others)
+        # With known reports of the previous step only, a fast peer would take this step alone.
+        hold = HOLD_SECONDS if num_behind * 2 > len(others) else DHT_TIMEOUT if others and is_outdated else 0.0
+        if time.monotonic() < self._completed_at + hold:
+            return max(self.args.min_refresh_period, self.estimate()[1])
+        have_begun = sum(progress.epoch >= step for progress in others)
+        if others and have_begun * 2 >= len(others):
+            return 0.0
+        return self.estimate()[1]
+
+    def refresh_in(self, seconds: float) -> None:
+        """Schedule a read of the other peers' progress in `seconds`, unless an earlier one is scheduled."""
+        with self._lock:
+            self._next_fetch = min(self._next_fetch, time.monotonic() + seconds)
+        self._wake.set()
+
+    def refresh(self, timeout: float = DHT_TIMEOUT) -> bool:
+        """Read the other peers' progress and wait for the result; False if it takes longer than `timeout` seconds."""
+        before, deadline = self._num_fetches, time.monotonic() + timeout
+        self.refresh_in(0.0)
+        while self._num_fetches <= before and time.monotonic() < deadline and self.is_alive():
+            time.sleep(0.05)
+        return self._num_fetches > before
+
+    def ignore(self, is_ignored: Callable[[PeerProgress], bool]) -> int:
+        """Ignore the peers whose reports fulfil a condition, for IGNORE_SECONDS. Return their number."""
+        with self._lock:
+            peer_ids = [progress.peer_id for progress in self._others.values() if is_ignored(progress)]
+            self._ignored.update(dict.fromkeys(peer_ids, time.monotonic() + IGNORE_SECONDS))
+        return len(peer_ids)
+
+    def record_members(self, members: Iterable[PeerID], violators: Collection[PeerID]) -> None:
+        """Believe the members of a round again, and ignore those that have sent what no honest peer sends."""
+        until = time.monotonic() + IGNORE_SECONDS
+        with self._lock:
+            for peer_id in members:
+                self._ignored.pop(peer_id.to_bytes(), None)
+            self._ignored.update({peer_id.to_bytes(): until for peer_id in violators})
+
+    # The thread
+
+    def run(self) -> None:
+        while not self._stopped.is_set():
+            try:
+                if self._is_reporting and time.monotonic() >= self._next_report:
+                    self._report()
+                if self._pending_fetch is None and time.monotonic() >= self._next_fetch:
+                    self._begin_fetch()
+                if self._pending_fetch is not None and self._finish_fetch():
+                    self.on_refresh()
+            except Exception as error:
+                logger.warning(f"Could not exchange progress with the other peers ({error!r}); trying again")
+                self._stopped.wait(1.0)
+            due = self._next_report if self._is_reporting else math.inf
+            due = min(due, self._next_fetch if self._pending_fetch is None else time.monotonic() + POLL_SECONDS)
+            self._wake.wait(min(max(0.0, due - time.monotonic()), 1.0))
+            self._wake.clear()
+
+    def _report(self) -> None:
+        with self._lock:
+            self._last_report = time.monotonic()
+            self._next_report = self._last_report + min(HEARTBEAT_SECONDS, self.args.metadata_expiration / 2)
+            record = self.local_progress.to_record()
+            record |= {"schema": self.schema, "reported_at": run_time(), "samples_per_second": self._sustained_rate()}
+        self._store(record)
+
+    def _sustained_rate(self) -> float:
+        """Return the samples per second that other peers may rely on.
+
+        Lower than the average while the current local step takes longer than the previous ones.
+        """
+        own = self.local_progress
+        if self.performance_ema.num_updates < MIN_RATE_UPDATES:
+            return 0.0
+        return min(own.samples_per_second, self._last_increment / max(1e-3, run_time() - own.time))
+
+    def _store(self, record: dict | None) -> None:
+        expiration = run_time() + self.args.metadata_expiration
+        self.dht.store(self.key, subkey=self._subkey, value=record, expiration_time=expiration, return_future=True)
+
+    def _begin_fetch(self) -> None:
+        self._next_fetch = time.monotonic() + self.args.default_refresh_period  # retry interval if the fetch fails
+        self._pending_fetch = self.dht.get(self.key, latest=True, return_future=True), time.monotonic()
+
+    def _finish_fetch(self) -> bool:
+        """Read the reports once the DHT has answered. Does not block: the thread must keep reporting.
+
+        :returns: whether the reports were read
+        :raises TimeoutError: if the DHT does not answer in DHT_TIMEOUT
+        """
+        future, begun_at = self._pending_fetch
+        if not future.done() and time.monotonic() < begun_at + DHT_TIMEOUT:
+            return False
+        self._pending_fetch = None
+        if not future.done():
+            future.cancel()
+            raise TimeoutError("the DHT does not answer")
+        found = future.result(timeout=0)
+        self._read(found.value if isinstance(found, ValueWithExpiration) and isinstance(found.value, dict) else {})
+        return True
+
+    def _read(self, records: dict) -> None:
+        now, num_misfits = time.monotonic(), 0
+        newest = run_time() + self.args.metadata_expiration - ALIVE_SECONDS  # expiration of live peers' reports
+        # One answer may lack peers, as after a failure of a link. A peer that leaves replaces its report by None.
+        others = {subkey: p for subkey, p in self._others.items() if now - p.seen < ALIVE_SECONDS}
+        for subkey, record in records.items():
+            if record.value is None:
+                others.pop(subkey, None)
+            if subkey == self._subkey or record.value is None:
+                continue
+            try:
+                if not self._speaks_our_protocol(subkey, record.value):
+                    num_misfits += record.expiration_time > newest
+                    continue
+                others[subkey] = self._date(subkey, parse_progress(signer_of(subkey).to_bytes(), record.value), now)
+            except ValueError as error:
+                logger.debug(f"Ignoring a malformed progress report: {error}")
+        with self._lock:
+            self._others, self.num_misfits = others, num_misfits
+            self._ignored = {peer_id: until for peer_id, until in self._ignored.items() if until > now}
+            self._first_seen = {p.peer_id: self._first_seen.get(p.peer_id, now) for p in others.values()}
+            self._num_fetches += 1
+            self._fetched_at = now
+            self._num_rival_reads = self._num_rival_reads + 1 if self.is_outranked else 0
+            self._next_fetch = time.monotonic() + self._refresh_period()
+
+    def _date(self, subkey: bytes, progress: PeerProgress, now: float) -> PeerProgress:
+        """Return a report with the time at which it was made, on this machine's clock.
+
+        A report that differs from the previous one was made since that was read, whatever the clocks say. If the
+        first report of a peer looks old, the peer may be dead or its clock may be late: it gets time for another one.
+        """
+        before = self._others.get(subkey)
+        if before is not None and before.reported_at == progress.reported_at:
+            return replace(progress, seen=before.seen)
+        earliest = now + PROBATION_SECONDS - ALIVE_SECONDS if before is None else self._fetched_at
+        return replace(progress, seen=min(now, max(earliest, now - (run_time() - progress.reported_at))))
+
+    def _speaks_our_protocol(self, subkey: bytes, record: object) -> bool:
+        protocol = record.get("protocol") if isinstance(record, dict) else None
+        if protocol != PROTOCOL:
+            message = (
+                f"A trainer of this run has protocol {protocol!r:.20}, this trainer has {PROTOCOL}: they do not "
+                "average with each other. Update the older one"
+            )
+        elif record.get("schema") != self.schema:
+            message = (
+                "A trainer of this run has another model, other initial weights (see join_run), another compression, "
+                "--average_state_every, or only one of both has --local_updates: they do not average with each other. "
+                "Pass the same flags to all peers"
+            )
+        else:
+            return True
+        if time.monotonic() >= self._warned_at.get(subkey, -math.inf) + WARN_SECONDS and len(self._warned_at) < 1000:
+            self._warned_at[subkey] = time.monotonic()
+            logger.warning(message)
+        return False
+
+    def _refresh_period(self) -> float:
+        number = self.num_trainers
+        if number <= 1:
+            return self.args.default_refresh_period
+        drift = max(self.args.expected_drift_peers, number * self.args.expected_drift_rate)
+        period = self.estimate()[1] * number / (number + drift)
+        completed = self.local_progress.completed
+        if self._num_rival_reads or any(p.completed < p.epoch <= completed for p in self.side):
+            # A trainer that waits for its round reports a low rate, until it continues.
+            period = min(period, ROUND_END_SECONDS)
+        # The first rates of a new peer are unreliable: read again after 0.5, 1, 2, 4 ... seconds.
+        period = min(period, time.monotonic() - max(self._first_seen.values(), default=-math.inf))
+        shortest = max(self.args.min_refresh_period, SECONDS_PER_PEER * number)
+        return min(max(period, shortest), self.args.max_refresh_period)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Stop the thread and announce that this peer leaves."""
+        if not self._stopped.is_set():
+            self._stopped.set()
+            self._wake.set()
+            self.join(timeout)
+            if self._is_reporting:
+                self._store(None)

@@ -1,0 +1,427 @@
+"""The round averager: one all-reduce over gradients and parameters per global step.
+
+A round reads the peer's gradients and parameters and writes their averages. The training state does not change before
+the round has ended and its result was checked.
+"""
+
+import asyncio
+import hashlib
+import math
+import multiprocessing
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
+
+import torch
+from hivemind.averaging.control import AveragingStage
+from hivemind.averaging.group_info import GroupInfo
+from hivemind.averaging.partition import AllreduceException
+from hivemind.compression import CompressionBase, CompressionInfo, RoleAdaptiveCompression, TensorRole
+from hivemind.p2p import P2PContext, PeerID
+from hivemind.proto import averaging_pb2
+from hivemind.utils import MPFuture, TimedStorage, get_logger
+from hivemind.utils.asyncio import achain, as_aiter
+
+from peerstep.allreduce import AllReduce, Block, Delivery
+from peerstep.base import SafeAverager
+from peerstep.bounds import PARAMETER_CHANGE, Bounds
+from peerstep.clock import run_time
+from peerstep.matchmaking import Claims, RosterEntry, RoundControl, parse_claims
+from peerstep.progress_record import PROTOCOL
+from peerstep.sparse import TopK
+from peerstep.standing import Standing, divide
+from peerstep.uplink import UplinkMeter
+
+logger = get_logger(__name__)
+
+# Bound on the distance between an element of two peers' parameters, in learning rates: honest ones differ by less than
+# an update.
+PARAMETER_STEPS = 2.0
+BAN_SECONDS = 600.0  # duration of the ban for values that are not finite; short, since the fault may be transient
+REPORT_SECONDS = 600.0  # between two warnings about values of the same peer that were scaled down
+COMPLETE = 0.95  # fraction of the elements after which the members count as equal
+# Of its rate, at which a peer sends that is too slow to reduce: acknowledgements of what it receives need the rest.
+# With 4 Mbit/s beside three of 20, it received 32 to 61 % of rounds at the whole rate, and all of them at 76 % of it.
+QUIET_FRACTION = 0.75
+# Mbit/s that a peer claims before a round has measured its link: less than nearly all links have, so that it reduces
+# nothing beside others. That makes a round 3 to 13 % longer (16 to 3 equal peers, computed). With a claim of 14.7, the
+# median upload of the world's fixed lines, a link of 4 Mbit/s beside links of 20 would make it 3.5 times as long.
+FIRST_CLAIM = 1.0
+MAX_MEASURED = 100.0  # Mbit/s: a link inside a house may have more, and tell nothing of that to the other peers
+LEAST_CLAIM = 1 / 64  # of a peer's bandwidth
+PACED_MBITS = 50.0  # below this bandwidth a peer sends its values at that rate, if they take longer than a moment
+# Of a peer, and of all peers, whose part of an unknown group arrives before this peer has the group
+MAX_WAITING_STREAMS, MAX_WAITING_STREAMS_OF_ALL = 2, 256
+MAX_FIRST_BYTES = 256  # of the first message of such a stream, which has no part
+
+
+@dataclass
+class RoundResult:
+    """Result of a round at this peer."""
+
+    members: Sequence[PeerID]
+    received: float  # fraction of the gradients whose average arrived
+    weights: dict[PeerID, float]  # samples of the senders, known only if this peer reduces gradients
+    weight: float = 0.0  # of this peer's samples
+    missed: dict[PeerID, str] = field(default_factory=dict)  # peers of the roster outside of the group -> reason
+    violations: dict[PeerID, str] = field(default_factory=dict)  # of the members that were banned for them
+    seconds: dict[str, float] = field(default_factory=dict)  # of the phases: matchmaking, waiting, allreduce
+    received_parameters: float | None = None  # fraction of the parameters that arrived; None: this peer received none
+    distance: float = 0.0  # of this peer's parameters from the group's before the round, in updates
+    group_id: bytes = b""
+    was_late: bool = False  # whether a reducer closed a part without this peer's values
+    silent: Collection[PeerID] = ()  # reducers that have answered nothing
+    is_far: bool = False  # whether this peer's parameters are too far from those of most others
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether enough has arrived for this peer to be equal to the other members."""
+        return min(self.received, 1.0 if self.received_parameters is None else self.received_parameters) >= COMPLETE
+
+
+class RoundAverager(SafeAverager):
+    """Averages this peer's gradients and parameters with its group, in one round per global step.
+
+    Fill `gradients` before a round. After it they are the averages; those of the parameters are in
+    `averaged_parameters`.
+
+    :param parameters: parameters of the offloaded optimizer, on the CPU in shared memory
+    :param max_grad_norm: norm to which the average is clipped; 0: no bound
+    :param local_updates: whether the gradients are pseudo-gradients, see LocalUpdatesOptimizer. Their bound is
+      relative to the norm of the parameters. A group has peers of one kind only
+    :param average_parameters_every: steps from one round with parameters to the next; the rounds in between average
+      gradients only
+    :param gradient_compression, parameter_compression: the same at all peers of a group
+    :param max_weight: bound on the weight of a peer's contribution, in samples
+    :param learning_rate: the largest one of the run; set the attribute of this name to the present one
+    :param believes_weights: whether weights have no other bound, see neighbours.py
+    :param bandwidth: Mbit/s; None: the largest rate at which this machine has sent in a round
+    """
+
+    reuse_grad_buffers = False  # hivemind.Optimizer.zero_grad reads it
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        *,
+        max_grad_norm: float,
+        average_parameters_every: int,
+        gradient_compression: CompressionBase,
+        parameter_compression: CompressionBase,
+        max_weight: float,
+        learning_rate: float,
+        local_updates: bool = False,
+        believes_weights: bool = False,
+        bandwidth: float | None = None,
+        **kwargs,
+    ):
+        self.local_updates, self.max_weight, self.believes_weights = local_updates, max_weight, believes_weights
+        self.project = gradient_compression.project if isinstance(gradient_compression, TopK) else None
+        self.max_grad_norm, self.average_parameters_every = max_grad_norm, average_parameters_every
+        self._peak_rate, self.learning_rate = learning_rate, multiprocessing.RawValue("d", learning_rate)
+        self.gradients = [torch.zeros(parameter.shape).share_memory_() for parameter in parameters]
+        self.parameters = [parameter.detach() for parameter in parameters]
+        self.averaged_parameters = [torch.zeros_like(tensor).share_memory_() for tensor in self.parameters]
+        self._outputs = [*self.gradients, *self.averaged_parameters]
+        self.requested_number = multiprocessing.RawValue("q", -1)  # step for which another peer asks for a group
+        self._delivery = Delivery(0)  # of the newest round
+        self._slow: set[PeerID] = set()  # senders that were late for a part of it
+        self._measures, self._is_known = bandwidth is None, bandwidth is not None  # the bandwidth
+        self.claim = multiprocessing.RawValue("d", 0.0)  # bandwidth that this peer claims, see _adapt_claim
+        self._finished_groups: deque[bytes] = deque(maxlen=64)
+        self._refused: deque[tuple[bytes, PeerID]] = deque(maxlen=256)  # group ID, and sender of a refused part
+        self._waiting: Counter[PeerID] = Counter()  # streams of unknown groups
+        self._reported: TimedStorage[PeerID, None] = TimedStorage()  # peers whose excesses were logged
+        self._lock_pipe = threading.Lock()
+        super().__init__(
+            averaged_tensors=[*self.gradients, *self.parameters],
+            tensor_infos=[
+                CompressionInfo.from_tensor(tensor, key=key, role=role)
+                for role, tensors in ((TensorRole.GRADIENT, self.gradients), (TensorRole.PARAMETER, self.parameters))
+                for key, tensor in enumerate(tensors)
+            ],
+            compression=RoleAdaptiveCompression(gradient=gradient_compression, parameter=parameter_compression),
+            bandwidth=bandwidth or FIRST_CLAIM,
+            allow_state_sharing=False,
+            start=False,
+            **kwargs,
+        )
+        self.claim.value = self.bandwidth
+        compressions = type(gradient_compression).__name__, type(parameter_compression).__name__
+        settings = (PROTOCOL, average_parameters_every, local_updates, *compressions)
+        self.schema_hash = hashlib.sha256(self.schema_hash + repr(settings).encode()).digest()
+        self.run_in_background(await_ready=True)
+
+    @property
+    def schema_id(self) -> str:
+        """Digits that tell peers with another model, compression or kind of rounds, for the progress reports."""
+        return self.schema_hash.hex()[:16]
+
+    # In the main process: rounds
+
+    def includes_parameters(self, number: int) -> bool:
+        """Whether the round of a step also averages the parameters."""
+        return number % self.average_parameters_every == 0
+
+    def gradient_bound(self) -> float:
+        """Return the norm to which the averaged gradient or pseudo-gradient is clipped; 0: no bound."""
+        norm = float(torch.nn.utils.get_total_norm(self.parameters)) if self.local_updates else 1.0
+        return self.max_grad_norm * norm
+
+    def schedule_round(
+        self, number: int, timeout: float, distance: float = 0.0, is_settling: bool = False
+    ) -> RoundControl:
+        """Start the search for the group of a step. It ends after `timeout` seconds, unless the all-reduce is running.
+
+        :param distance, is_settling: of this peer's parameters, see Claims
+        :returns: the handle of the round; set its weight and call `allow_allreduce` once the contribution is loaded
+        """
+        control = RoundControl(
+            number=number,
+            scheduled_time=run_time(),
+            deadline=run_time() + timeout,
+            allow_retries=False,
+            weight=0.0,
+            data_for_gather=Claims(0.0 if self.client_mode else self.claim.value, distance, is_settling).pack(),
+        )
+        attached = MPFuture()
+        self._send("_step", step=control, number=number, future_for_init=attached)
+        control.attach(*attached.result(timeout=30.0))
+        return control
+
+    def set_roster(self, entries: Sequence[RosterEntry], finished_number: int) -> None:
+        """Set the roster of the next round, and the newest finished step."""
+        self._send("_set_roster", entries=entries, finished_number=finished_number)
+
+    def _send(self, method: str, **kwargs) -> None:
+        with self._lock_pipe:
+            self._outer_pipe.send((method, [], kwargs))
+
+    # In the averager's process
+
+    async def _set_roster(self, entries: Sequence[RosterEntry], finished_number: int) -> None:
+        self._matchmaking.set_roster(entries)
+        self._matchmaking.finish(finished_number)
+
+    async def _step(self, *, step: RoundControl, number: int, future_for_init: MPFuture) -> None:
+        step.number = number
+        trigger, cancel = MPFuture(), MPFuture()
+        step.attach(trigger, cancel)
+        future_for_init.set_result((trigger, cancel))
+        work = asyncio.create_task(self._run_round(step))
+        cancelled = asyncio.create_task(step.wait_for_cancel())
+        await asyncio.wait({work, cancelled}, return_when=asyncio.FIRST_COMPLETED)
+        work.cancel()
+        cancelled.cancel()
+        (outcome, *_) = await asyncio.gather(work, cancelled, return_exceptions=True)
+        step.stage = AveragingStage.FINISHED
+        with suppress(Exception):  # the main process may cancel the round at this moment
+            if isinstance(outcome, BaseException):
+                step.set_exception(AllreduceException(str(outcome) or type(outcome).__name__))
+            else:
+                step.set_result(outcome)
+
+    async def _run_round(self, step: RoundControl) -> RoundResult:
+        started = time.monotonic()
+        step.stage = AveragingStage.LOOKING_FOR_GROUP
+        try:
+            async with asyncio.timeout(step.deadline - run_time()):  # the all-reduce has a separate one
+                group = await self._matchmaking.look_for_group(step)
+                missed, found = self._matchmaking.missed, time.monotonic()
+                step.stage = AveragingStage.AWAITING_TRIGGER
+                await step.wait_for_trigger()
+        except TimeoutError:
+            raise TimeoutError("no group was found") from None
+        begun = time.monotonic()
+        step.stage = AveragingStage.RUNNING_ALLREDUCE
+        try:
+            with self._register_allreduce_group(group):
+                result = await self._average_in_group(step, group)
+        finally:
+            self._finished_groups.append(group.group_id)
+        seconds = {"matchmaking": found - started, "waiting": begun - found, "allreduce": time.monotonic() - begun}
+        return replace(result, missed=missed, seconds=seconds)
+
+    async def _average_in_group(self, step: RoundControl, group: GroupInfo) -> RoundResult:
+        options = {name: value for name, value in self.allreduce_kwargs.items() if name != "min_vector_size"}
+        standing = Standing([parse_claims(gathered) for gathered in group.gathered])
+        own = group.peer_ids.index(self.peer_id)
+        shares = divide([claims.bandwidth for claims in standing.claims])
+        number = len(self.gradients)
+        blocks = [self._block(slice(None, number), shares)]
+        given = standing.shares_to_give(shares)
+        if self.includes_parameters(step.number) or (any(standing.lacking) and not any(given)):
+            blocks.append(self._block(slice(number, None), shares))
+        elif any(given):
+            takers = {peer_id for peer_id, lacks in zip(group.peer_ids, standing.lacking, strict=True) if lacks}
+            blocks.append(self._block(slice(number, None), given, takers))
+        weight = 0.0 if standing.lacking[own] else step.weight
+        pace = self.bandwidth * 125_000 * (1.0 if shares[own] else QUIET_FRACTION)
+        runner = AllReduce(
+            p2p=self._p2p,
+            servicer_type=type(self),
+            prefix=self.prefix,
+            group_id=group.group_id,
+            peer_ids=group.peer_ids,
+            blocks=blocks,
+            weight=weight,
+            parameter_weight=float(standing.counting[own]),
+            bounds=self._make_bounds(weight, standing.distances[own], standing.counting[own]),
+            timeout=self._allreduce_timeout,
+            slow=self._slow,
+            upload=pace if self._is_known and self.bandwidth < PACED_MBITS else math.inf,
+            **options,
+        )
+        self._adapt_claim(runner.delivery)
+        meter = UplinkMeter()
+        self._running_groups[group.group_id].set_result(runner)
+        self._pending_groups_registered.set()  # wakes the streams that wait in `_will_begin`
+        for group_id, sender in self._refused:
+            if group_id == group.group_id:
+                runner.drop_unstarted_sender(sender)  # a refused sender does not try again
+        try:
+            await runner.run()
+        finally:
+            meter.stop()
+            self._ban_violators(runner)
+            self._report_excesses(runner)
+            self._matchmaking.record_silence(runner.silent_reducers(), group.peer_ids)
+            if runner.reducer.num_awaited:
+                self._slow = runner.reducer.late
+        received = runner.received_fraction(TensorRole.GRADIENT)
+        if self._measures and (received >= 0.5 or runner.was_late):  # otherwise others may have kept it from sending
+            self._claim_measured(meter.rate)
+        return RoundResult(
+            members=group.peer_ids,
+            received=received,
+            weights=runner.weights(),
+            weight=runner.weights().get(self.peer_id, weight),
+            violations=runner.violations,
+            received_parameters=runner.received_fraction(TensorRole.PARAMETER),
+            distance=standing.distances[own],
+            group_id=group.group_id,
+            was_late=runner.was_late,
+            silent=runner.silent_reducers(),
+            is_far=runner.is_far,
+        )
+
+    def _make_bounds(self, weight: float, distance: float, counts: bool) -> Bounds:
+        """Return the bounds for a round.
+
+        :param weight, distance, counts: samples of this peer, updates that its parameters lack, and whether they count
+        """
+        # The first updates of LAMB move an element by three learning rates.
+        rate, factor = (self.learning_rate.value, 1.0) if counts else (self._peak_rate, 1 + min(distance, 64.0))
+        return Bounds(
+            weight=self.max_weight,
+            parameter_step=PARAMETER_STEPS * rate * factor,
+            parameter_change=PARAMETER_CHANGE * factor,
+            believes_weights=self.believes_weights,
+            are_updates=self.local_updates,
+            # A peer without gradients, or with few local updates, has no measure. The whole average is clipped.
+            has_gradient=weight > 0 and not self.local_updates,
+        )
+
+    def _block(self, tensors: slice, shares: Sequence[float], takers: Collection[PeerID] | None = None) -> Block:
+        return Block(
+            self._averaged_tensors[tensors], self._outputs[tensors], self.tensor_infos[tensors], shares, takers
+        )
+
+    def _adapt_claim(self, delivery: Delivery) -> None:
+        """Claim half as much after a round in which most members did not receive this peer's averages in time.
+
+        A link may be slower than before, or have other users. After other rounds the claim grows by 5 %.
+
+        :param delivery: of the round that begins
+        """
+        before, self._delivery = self._delivery, delivery
+        claim = min(self.bandwidth, self.claim.value * (0.5 if before.is_poor else 1.05))
+        self.claim.value = max(claim, self.bandwidth * LEAST_CLAIM)
+        if before.is_poor:
+            logger.info(f"Most members did not receive this peer's averages: claiming {self.claim.value:.1f} Mbit/s")
+
+    def _claim_measured(self, rate: float) -> None:
+        """Claim a rate at which this machine has sent, in Mbit/s, if it is the largest one so far."""
+        if not self._is_known or rate > self.bandwidth:
+            self.bandwidth = self.claim.value = min(max(rate, FIRST_CLAIM), MAX_MEASURED)
+        if not self._is_known:
+            self._is_known = True
+            logger.info(f"Claiming a bandwidth of {self.bandwidth:.1f} Mbit/s, as measured in this round")
+
+    def _ban_violators(self, runner: AllReduce) -> None:
+        for peer_id, violation in runner.violations.items():
+            logger.warning(f"{peer_id} sent {violation}: not averaging with it for {BAN_SECONDS / 60:.0f} minutes")
+            self._matchmaking.ban(peer_id, run_time() + BAN_SECONDS)
+
+    def _report_excesses(self, runner: AllReduce) -> None:
+        for peer_id, excess in runner.excesses().items():
+            if peer_id not in self._reported:
+                self._reported.store(peer_id, None, run_time() + REPORT_SECONDS)
+                logger.warning(f"{peer_id} sent {excess}: scaled it down, or kept this peer's parameters")
+
+    # Answers to other peers
+
+    async def rpc_join_group(
+        self, request: averaging_pb2.JoinRequest, context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
+        try:
+            async for message in self._keep_stream_open(self._matchmaking.rpc_join_group(request, context)):
+                self.requested_number.value = self._matchmaking.requested_number
+                yield message
+        finally:
+            self.requested_number.value = self._matchmaking.requested_number
+
+    async def rpc_aggregate_part(
+        self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.AveragingData]:
+        """Receive a member's part of the tensors, possibly before this peer's round has begun.
+
+        hivemind refuses the part if another round ends meanwhile. The whole group then waits for the sender.
+        """
+        async for message in self._keep_stream_open(self._answer_part(stream, context)):
+            yield message
+
+    async def _answer_part(
+        self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.AveragingData]:
+        request = await anext(stream)
+        is_small = request.ByteSize() <= MAX_FIRST_BYTES  # it may be kept for a while
+        if is_small and await self._will_begin(request.group_id, context.remote_id):
+            async for message in super().rpc_aggregate_part(achain(as_aiter(request), stream), context):
+                yield message
+        else:
+            self._refused.append((request.group_id, context.remote_id))
+            yield averaging_pb2.AveragingData(code=averaging_pb2.BAD_GROUP_ID)
+
+    async def _will_begin(self, group_id: bytes, sender: PeerID) -> bool:
+        """Wait until this peer's round of a group begins; False if it has ended or does not begin in time."""
+        if group_id in self._running_groups:
+            return True
+        is_unknown = group_id not in self._matchmaking.found
+        if is_unknown and (
+            self._waiting[sender] >= MAX_WAITING_STREAMS or self._waiting.total() >= MAX_WAITING_STREAMS_OF_ALL
+        ):
+            return False
+        started = time.monotonic()
+        self._waiting[sender] += is_unknown
+        try:
+            while group_id not in self._running_groups:
+                control = self._matchmaking.found.get(group_id)
+                has_ended = group_id in self._finished_groups or (control is not None and control.done())
+                # An unknown group: the leader's announcement may be one answer late; then this peer has left too early
+                # to receive it. A known group: after `reducer_timeout` the sender stops waiting, too.
+                patience = self.request_timeout if control is None else self.allreduce_kwargs["reducer_timeout"]
+                if has_ended or time.monotonic() >= started + (patience or 0.0):
+                    return False
+                # Until a round begins or ends, at most 1 s: a round cancelled before its trigger sets no event.
+                self._pending_groups_registered.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(1.0):
+                        await self._pending_groups_registered.wait()
+            return True
+        finally:
+            self._waiting -= Counter({sender: is_unknown})

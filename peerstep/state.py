@@ -1,0 +1,418 @@
+"""Training state of a peer: apply updates, offer the state to other peers, download and restore a state."""
+
+import asyncio
+import math
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
+
+import torch
+from hivemind.compression import CompressionInfo, Float16Compression, TensorRole
+from hivemind.compression.adaptive import AdaptiveCompressionBase
+from hivemind.optim import state_averager
+from hivemind.p2p import P2PContext, PeerID
+from hivemind.proto import averaging_pb2
+from hivemind.utils import MPFuture, get_logger
+from torch.optim.lr_scheduler import LambdaLR
+
+from peerstep.base import SafeAverager
+from peerstep.clock import run_time
+from peerstep.comparison import Groups, pack_elements
+from peerstep.history import MAX_STEP, Marks, read_marks
+from peerstep.state_download import StateDownload, StateLoadError, check_epoch
+from peerstep.stored_tensors import StoredTensors
+from peerstep.wire import TensorSpec
+
+logger = get_logger(__name__)
+
+OFFER_MARGIN = 10.0  # seconds that an offer outlives the time of its renewal
+FLOAT16_ERROR = 6e-8  # of the root of a small second moment, and of a first moment
+
+
+def set_schedule(scheduler: LambdaLR, epoch: int) -> None:
+    """Set a schedule to global step `epoch`, forwards or backwards, at constant cost.
+
+    One `scheduler.step()` per global step, with the same result, would take hours for step 2^31 - 1.
+    """
+    learning_rates = [
+        base * scale(epoch) for base, scale in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+    ]
+    for group, learning_rate in zip(scheduler.optimizer.param_groups, learning_rates, strict=True):
+        group["lr"] = learning_rate
+    scheduler.last_epoch, scheduler._step_count, scheduler._last_lr = epoch, epoch + 1, learning_rates
+
+
+class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
+    """Holds the (offloaded) optimizer, offers its training state, and downloads the state of other peers.
+
+    It averages nothing. The class name is part of the protocol: hivemind addresses the averager of another peer by
+    class name (hivemind/p2p/servicer.py).
+
+    `local_epoch` is the global step of this peer. Offers and saved states carry `applied_epoch`, the step whose update
+    the parameters have. It lags while an update runs in the background.
+
+    `apply_update`, `restore` and `sync_with_main_parameters` change the state under `lock_optimizer` and
+    `lock_averaged_tensors`, so that no reader sees a partial change. Other code that writes into the parameters or the
+    optimizer must call `mark_changed` afterwards.
+
+    :param public_key: the subkey of this peer's records, from `make_validators`: an offer speaks for its signer
+    :param download_timeout, donor_timeout: seconds for a whole download, and that a donor may be silent
+    :param credible_epoch: returns the newest global step that the run is known to be at; None accepts any step. Called
+      at the start of each download, see StateDownload. If all donors claim a later step, the state of one is accepted
+      with a warning: there is no alternative.
+    :param folder: on a disk, for the copies that other peers download; default: that for temporary files
+    """
+
+    # Bounds on the downloads of other peers, since a reader that has stalled keeps a copy of the state on the disk
+    MAX_UPLOADS, MAX_UPLOADS_OF_ALL = 2, 16  # at the same time, of a peer and of all
+    LEAST_RATE, GRACE_SECONDS = 25_000.0, 60.0  # bytes per second that a reader must take, after a grace period
+    BUSY_RATE = 100_000.0  # the same while more than half of the places are taken
+    MAX_COMPARISONS, MAX_COMPARISONS_OF_ALL = 8, 100  # answers in a second, to a peer and to all
+
+    def __init__(
+        self,
+        *args,
+        public_key: bytes,
+        download_timeout: float = 600.0,
+        donor_timeout: float = 60.0,
+        credible_epoch: Callable[[], int | None] | None = None,
+        folder: Path | None = None,
+        **kwargs,
+    ):
+        self.public_key, self.folder = public_key, folder
+        self.download_timeout, self.donor_timeout = download_timeout, donor_timeout
+        self.credible_epoch = credible_epoch
+        self.applied_epoch = 0
+        self.marks: Marks = ()  # of the history of the parameters
+        self._copy: tuple[dict, StoredTensors, list[CompressionInfo]] | None = None  # see copy_state
+        self._downloads: set = set()  # tasks, in the averager's process
+        self._uploads: Counter[PeerID] = Counter()  # in the averager's process
+        self._comparisons: deque[tuple[PeerID, float]] = deque(maxlen=self.MAX_COMPARISONS_OF_ALL)  # times, too
+        super().__init__(*args, **kwargs)
+
+    def _init_components(self, *args) -> tuple:
+        components = super()._init_components(*args)
+        for parameter in self._averaged_parameters:  # zeros, which forked processes would keep
+            parameter.grad = None
+        return components
+
+    # Changing the state
+
+    def apply_update(self, epoch: int, parameters: Sequence[torch.Tensor] | None = None) -> None:
+        """Run the optimizer for global step `epoch`, with the gradients in `.grad` of its parameters.
+
+        The learning rate is that of `epoch - 1`, as in hivemind. May run in a background thread: readers wait until it
+        has ended. If the optimizer raises, restore a state.
+
+        :param parameters: averaged parameters of a group, to start from instead of this peer's parameters
+        """
+        with self.lock_optimizer, self.lock_averaged_tensors:
+            try:
+                if parameters is not None:
+                    with torch.no_grad():
+                        torch._foreach_copy_(self._optimized_parameters(), parameters)
+                self._set_schedule(epoch - 1)
+                self.optimizer.step()
+                self._set_applied_epoch(epoch)
+            finally:
+                self.mark_changed()
+
+    def restore(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> None:
+        """Replace the state by another one, possibly of an earlier step. The tensors are copied.
+
+        :raises StateLoadError: if the new state does not fit; the current state is then unchanged
+        """
+        self.check_state(metadata, tensors)
+        with self.lock_optimizer, self.lock_averaged_tensors, torch.no_grad():
+            own = self._optimized_parameters()
+            torch._foreach_copy_(own, tensors[: len(own)])
+            for (statistics, name), value in zip(self._statistics(), tensors[len(own) :], strict=True):
+                if isinstance(statistics[name], torch.Tensor):
+                    statistics[name].copy_(value)
+                else:
+                    statistics[name] = int(value) if name == "step" else float(value)
+            self.local_epoch, self.marks = metadata["epoch"], read_marks(metadata)
+            self._set_applied_epoch(metadata["epoch"])
+            self.mark_changed()
+        if self.offload_optimizer:
+            self._apply_optimizer_parameters_()
+
+    def sync_with_main_parameters(self, epoch: int) -> None:
+        """Copy parameters that were loaded into the model to the optimizer, and set their step.
+
+        The copy of an offloaded optimizer would overwrite them at the next step.
+        """
+        with self.lock_optimizer, self.lock_averaged_tensors, torch.no_grad():
+            torch._foreach_copy_(self._optimized_parameters(), self.main_parameters)
+            self.local_epoch = epoch
+            self._set_applied_epoch(epoch)
+            self.mark_changed()
+
+    def mark_changed(self) -> None:
+        """Drop the copy of the state. Call it after each change of the state."""
+        self._copy = None
+
+    def _set_applied_epoch(self, epoch: int) -> None:
+        self._set_schedule(epoch)
+        self.applied_epoch = epoch
+
+    def _set_schedule(self, epoch: int) -> None:
+        if self.scheduler is not None:
+            set_schedule(self.scheduler, max(0, epoch))
+
+    def _apply_optimizer_parameters_(self) -> None:
+        with self.lock_averaged_tensors:
+            super()._apply_optimizer_parameters_()
+
+    # Offering the state
+
+    def offer(self, priority: float) -> None:
+        """Offer the state to joining peers, which ask the donor with the highest priority first."""
+        self.state_sharing_priority = priority
+        self.allow_state_sharing = True
+
+    async def _declare_for_download_periodically(self) -> None:
+        """Publish the offer, and its end if it is withdrawn. hivemind's are not signed: anyone may do so."""
+        key, was_offered = f"{self.prefix}.all_averagers", False
+        while True:
+            if self.allow_state_sharing or was_offered:
+                was_offered = self.allow_state_sharing
+                offer = self.state_sharing_priority if was_offered else None
+                expiration = run_time() + self.declare_state_period + OFFER_MARGIN
+                self.dht.store(key, offer, expiration, subkey=self.public_key, return_future=True)
+            self._state_updated.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.declare_state_period):
+                    await self._state_updated.wait()
+
+    @contextmanager
+    def frozen_state(self) -> Iterator[tuple[dict, list[torch.Tensor]]]:
+        """Yield the state, metadata and tensors, without a copy. It does not change while the context is open."""
+        with self.lock_optimizer, self.lock_averaged_tensors:
+            marks = [list(mark) for mark in self.marks]
+            metadata = {"epoch": self.applied_epoch, "statistics": self._statistic_names(), "marks": marks}
+            yield metadata, [tensor.detach().cpu() for tensor in self._tensors()]
+
+    def copy_state(self) -> tuple[dict, StoredTensors, list[CompressionInfo]]:
+        """Return a copy of the state for peers that download it. Downloads share it until the state changes.
+
+        The copy is on the disk: with a model of 1 billion parameters and float16 it has 6 GB. hivemind sends the live
+        tensors: a long download would mix two steps. Second moments, which the optimizer names, are sent as their
+        roots: most are below 6e-8, and would become 0 in float16. The error of the roots is 0.05 % or 3e-8.
+        """
+        with self.frozen_state() as (metadata, tensors):
+            if (copy := self._copy) is None:
+                first, roots = len(self._optimized_parameters()), self._second_moments()
+                infos = [
+                    CompressionInfo.from_tensor(
+                        tensor, index, role=TensorRole.OPTIMIZER if index >= first else TensorRole.PARAMETER
+                    )
+                    for index, tensor in enumerate(tensors)
+                ]
+                copies = (t.sqrt() if index in roots else t for index, t in enumerate(tensors))
+                stored = StoredTensors(map(self._pack, copies, infos), self.folder)
+                copy = self._copy = metadata, stored, infos
+            return copy
+
+    def get_current_state(self) -> tuple[dict, tuple, tuple]:
+        """Return the copy for hivemind, which moves the tensors to shared memory, but not what is beside them."""
+        try:
+            metadata, *copy = self.copy_state()
+        except OSError as error:
+            raise OSError(f"A peer cannot download the state: no copy of it in {self.folder} ({error})") from None
+        return metadata, (), tuple(copy)
+
+    async def _get_current_state_from_host_process(self) -> tuple[bytes, StoredTensors, list[CompressionInfo]]:
+        metadata, _, (tensors, infos) = await super()._get_current_state_from_host_process()
+        return metadata, tensors, infos
+
+    def _pack(self, tensor: torch.Tensor, info: CompressionInfo) -> torch.Tensor:
+        """Convert a tensor to float16 if it is sent so."""
+        compression = self.state_compression
+        while isinstance(compression, AdaptiveCompressionBase):
+            compression = compression.choose_compression(info)
+        if type(compression) is Float16Compression:
+            tensor = tensor.clamp(compression.FP16_MIN, compression.FP16_MAX).half()
+        return tensor
+
+    async def rpc_download_state(
+        self, request: averaging_pb2.DownloadRequest, context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.DownloadData]:
+        reader = context.remote_id
+        if self._uploads[reader] >= self.MAX_UPLOADS or self._uploads.total() >= self.MAX_UPLOADS_OF_ALL:
+            return
+        self._uploads[reader] += 1
+        try:
+            async with asyncio.timeout(self.GRACE_SECONDS) as limit:
+                async for message in self._keep_stream_open(super().rpc_download_state(request, context)):
+                    if message.tensor_part.dtype == "float16":  # see _pack
+                        message.tensor_part.dtype = "float32"
+                    yield message
+                    rate = self.BUSY_RATE if self._uploads.total() > self.MAX_UPLOADS_OF_ALL / 2 else self.LEAST_RATE
+                    limit.reschedule(limit.when() + len(message.tensor_part.buffer) / rate)
+        finally:
+            self._uploads -= Counter({reader: 1})
+
+    async def rpc_compare_state(
+        self, request: averaging_pb2.DownloadData, context: P2PContext
+    ) -> averaging_pb2.DownloadData:
+        """Answer with some elements of the state, see peerstep/comparison.py; none without an offer."""
+        reader, now = context.remote_id, asyncio.get_running_loop().time()
+        recent = [other for other, answered in self._comparisons if now < answered + 1.0]
+        is_busy = len(recent) >= self.MAX_COMPARISONS_OF_ALL or recent.count(reader) >= self.MAX_COMPARISONS
+        if is_busy or not self.allow_state_sharing:
+            return averaging_pb2.DownloadData()
+        self._comparisons.append((reader, now))
+        return pack_elements(self.groups(self._tensors()), request)
+
+    # Downloading a state
+
+    def load_state_from_peers(self, **query) -> bool:
+        """Download the newest state that a peer offers and that fits, and apply it; False if there is none.
+
+        :param query: of `download_state`; default: a state of a later step than this peer's
+        """
+        downloaded = self.download_state(**{"min_epoch": self.local_epoch + 1, **query})
+        if downloaded is None:
+            return False
+        donor, metadata, tensors = downloaded
+        self.restore(metadata, tensors)
+        logger.info(f"Loaded the state of step #{self.local_epoch} from {donor}")
+        return True
+
+    def download_state(
+        self, min_epoch: int = 0, credible_epoch: int | None = None, marks: Marks = ()
+    ) -> tuple[str, dict, list[torch.Tensor]] | None:
+        """Ask donors in turn for a state of step `min_epoch` or later that fits.
+
+        :param credible_epoch: newest step that the run is known to be at; default: as `__init__` says
+        :param marks: of the history that the state must be of
+        :returns: the donor's peer ID, metadata and tensors, all checked; None without a state in `download_timeout`
+        """
+        if credible_epoch is None and self.credible_epoch is not None:
+            credible_epoch = self.credible_epoch()
+        future = MPFuture()
+        query = [min_epoch, credible_epoch, self.download_timeout, marks]
+        self._outer_pipe.send(("_download_state", [future, *query], {}))
+        try:
+            return future.result(timeout=self.download_timeout + self.donor_timeout)
+        except Exception as error:
+            logger.warning(f"Could not download the state from peers: {error!r}")
+            return None
+
+    async def _download_state(self, future: MPFuture, *query) -> None:
+        state = None
+        self._downloads.add(asyncio.current_task())
+        try:
+            state = await StateDownload(self, *query).run()
+        finally:
+            self._downloads.discard(asyncio.current_task())
+            future.set_result(state)
+
+    async def _shutdown(self, timeout: float | None) -> None:
+        """Cancel downloads for which a thread of the main process may be waiting, then shut down."""
+        for download in self._downloads:
+            download.cancel()
+        await asyncio.gather(*self._downloads, return_exceptions=True)
+        await super()._shutdown(timeout)
+
+    # Checking a state
+
+    @property
+    def max_metadata_bytes(self) -> int:
+        """Bound on the size of a donor's metadata; the name of a statistic has some 10 bytes."""
+        return 2**16 + 256 * len(self._statistics())
+
+    def expected_tensors(self, metadata: dict) -> list[TensorSpec]:
+        """Return the specs of the tensors of a state; StateLoadError if it is another optimizer's."""
+        if metadata.get("statistics") != self._statistic_names():
+            raise StateLoadError(
+                "it is the state of another optimizer (pass the same --optimizer and --local_updates to all peers) or "
+                "of another version"
+            )
+        return [TensorSpec(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in self._tensors()]
+
+    def check_state(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> None:
+        """Check that a state has a step, this peer's shapes and optimizer, and finite values.
+
+        A negative scalar statistic, such as a step count, or second moment would make the next update NaN.
+
+        :raises StateLoadError: if the state does not fit
+        """
+        check_epoch(metadata)
+        if [tuple(tensor.shape) for tensor in tensors] != [spec.shape for spec in self.expected_tensors(metadata)]:
+            raise StateLoadError("its tensors have other shapes (another model, or an incomplete state)")
+        if not all_finite(tensors):
+            raise StateLoadError("its parameters or its optimizer statistics are not finite")
+        first, moments = len(self._optimized_parameters()), self._second_moments()
+        for index, (tensor, name) in enumerate(zip(tensors[first:], self._statistic_names(), strict=True), first):
+            if (index in moments or not tensor.ndim) and tensor.numel() and tensor.min() < 0:
+                raise StateLoadError("its optimizer statistics are negative")
+            if name == "step" and tensor > MAX_STEP:
+                raise StateLoadError("its optimizer has an impossible step count")
+
+    def check_moments(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Raise StateLoadError if no gradients could have made the first moments of a downloaded state.
+
+        |m| <= C sqrt(v) for any gradients (Cauchy-Schwarz), with C = 7.3 for the default betas. Otherwise the next
+        step might change the weights by a factor of 8e7. A state on the own disk may be of other betas.
+        """
+        beta1, beta2 = self.optimizer.param_groups[0].get("betas", (0.0, 0.0))
+        squared = (1 - beta1) ** 2 / ((1 - beta2) * (1 - beta1**2 / beta2)) if beta1**2 < beta2 else math.inf
+        ratio = max(10.0, 1.01 * squared**0.5)
+        first, names = len(self._optimized_parameters()), self._statistic_names()
+        for index in self._second_moments():
+            has_first = names[index - first - 1] == names[index - first].removesuffix("_sq")  # the names are sorted
+            if has_first and (tensors[index - 1].abs() > ratio * (tensors[index].sqrt() + FLOAT16_ERROR)).any():
+                raise StateLoadError("its optimizer has moments that no gradients could have made")
+
+    def groups(self, tensors: Sequence[torch.Tensor]) -> Groups:
+        """Return the parameters of a state, and its statistics of each name without single numbers."""
+        first, groups = len(self._optimized_parameters()), defaultdict(list)
+        for name, tensor in zip(self._statistic_names(), tensors[first:], strict=True):
+            if tensor.ndim:
+                groups[name].append(tensor)
+        return [tensors[:first], *groups.values()]
+
+    def unpack_state(self, tensors: list[torch.Tensor]) -> None:
+        """Square the statistics of a received state whose roots the donor sends, in place."""
+        for index in self._second_moments():
+            tensors[index].square_()
+
+    def _tensors(self) -> list[torch.Tensor]:
+        """Return the tensors of a state: the parameters, then the statistics. Single numbers are of float64."""
+        values = (statistics[name] for statistics, name in self._statistics())
+        scalars = (
+            v if isinstance(v, torch.Tensor) and v.ndim else torch.as_tensor(v, dtype=torch.float64) for v in values
+        )
+        return [*self._optimized_parameters(), *scalars]
+
+    def _second_moments(self) -> set[int]:
+        """Return the numbers of the tensors of a state that are sent as roots, see `copy_state`."""
+        names = enumerate(self._statistic_names(), len(self._optimized_parameters()))
+        return {index for index, name in names if name in self.optimizer.second_moments}
+
+    def _statistics(self) -> list[tuple[dict, str]]:
+        """Return where each statistic of the optimizer is: the statistics of a parameter, and the name."""
+        states = (self.optimizer.state[parameter] for parameter in self._optimized_parameters())
+        return [(statistics, name) for statistics in states for name in sorted(statistics)]
+
+    def _statistic_names(self) -> list[str]:
+        return [name for _, name in self._statistics()]
+
+    def _optimized_parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+
+def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether no tensor has NaN or Inf. Takes one fused norm and one synchronization with the device.
+
+    The Euclidean norm overflows for finite values above 1e19. Only then all values are examined, which takes a CPU
+    nine times as long, as does the maximum norm.
+    """
+    floating = [tensor.float() for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
+    if not floating or bool(torch.nn.utils.get_total_norm(floating).isfinite()):
+        return True
+    return all(bool(tensor.isfinite().all()) for tensor in floating)

@@ -1,0 +1,103 @@
+"""Tests of local updates as a pseudo-gradient, in the orders in which a round and the local steps can happen."""
+
+import pytest
+import torch
+
+from peerstep.accumulators import GradientAccumulator, UpdateAccumulator
+
+
+def test_gradients_whose_sum_overflows_are_not_sent():
+    """Each gradient was finite. The other peers would ban a peer that sends Inf."""
+    parameter, contribution = torch.nn.Parameter(torch.zeros(2)), [torch.ones(2)]
+    accumulator = GradientAccumulator([parameter], contribution)
+    for scale, expected in ((1e38, (0, 0.0)), (1.0, (16, 1.0))):
+        parameter.grad = torch.full((2,), scale)
+        for _ in range(2):
+            accumulator.add(8)
+        assert (accumulator.load(), contribution[0][0].item()) == expected
+
+
+class Peer:
+    """Parameters of one element each: the model's, those of the last global step, and the contribution."""
+
+    def __init__(self, value: float = 0.0, **options):
+        self.model, self.step, self.contribution = ([torch.tensor([value])] for _ in range(3))
+        self.accumulator = UpdateAccumulator(self.model, self.step, self.contribution, **options)
+
+    def train(self, change: float, num_samples: int = 1) -> None:
+        self.model[0] += change
+        self.accumulator.add(num_samples)
+
+    def load(self) -> tuple[float, int]:
+        num_samples = self.accumulator.load()
+        return self.contribution[0].item(), num_samples
+
+    @property
+    def changes(self) -> float:
+        return self.accumulator.local_changes()[0].item()
+
+
+def test_result_of_a_round_is_added_to_the_local_steps_since():
+    peer = Peer()
+    peer.train(-1.0, num_samples=3)
+    assert peer.load() == (1.0, 3)
+    peer.train(-0.25)
+    peer.accumulator.confirm()
+    peer.step[0].fill_(-8.0)
+    assert peer.changes == -0.25
+    peer.accumulator.rebase()
+    assert peer.model[0] == -8.25
+    assert peer.load() == (0.25, 1)
+
+
+def test_a_round_may_begin_before_the_result_of_the_last_one_is_copied():
+    peer = Peer()
+    peer.train(-1.0)
+    peer.load()
+    peer.accumulator.confirm()
+    peer.step[0].fill_(-8.0)
+    peer.train(-0.5, num_samples=2)
+    assert peer.load() == (0.5, 2)
+    peer.accumulator.rebase()  # the model gets the result of the first round during the second one
+    assert peer.model[0] == -8.5
+    peer.train(-0.25)
+    peer.accumulator.confirm()
+    assert peer.changes == -0.25
+    peer.step[0].fill_(-16.0)
+    peer.accumulator.rebase()
+    assert peer.model[0] == -16.25
+
+
+def test_missed_contribution_counts_in_the_next_round():
+    peer = Peer()
+    peer.train(-1.0, num_samples=3)
+    peer.load()
+    peer.train(-0.5, num_samples=2)
+    assert peer.accumulator.take_back(3) == 5
+    assert peer.load() == (1.5, 5)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_parameters_that_are_not_finite_contribute_nothing(value):
+    peer = Peer()
+    peer.train(value)
+    assert peer.load() == (0.0, 0)
+    peer.accumulator.confirm()
+    peer.accumulator.drop()
+    assert peer.model[0] == 0 and peer.changes == 0 and peer.accumulator.num_samples == 0
+
+
+def test_what_a_sparse_round_does_not_take_stays_in_the_model():
+    peer = Peer(project=lambda tensor: tensor / 4)
+    peer.train(-1.0, num_samples=3)
+    assert peer.load() == (0.25, 3)
+    peer.train(-0.25)  # during the round
+    peer.accumulator.confirm()
+    peer.step[0].fill_(-8.0)
+    peer.accumulator.rebase()
+    assert peer.changes == -1.0 and peer.model[0] == -9.0
+    assert peer.load() == (0.25, 1)
+
+    # Missed, or failed before it began
+    assert peer.accumulator.take_back(1) == 1
+    assert peer.load() == (0.25, 1)

@@ -1,0 +1,219 @@
+"""Workarounds for hivemind's DHT and libp2p's daemon."""
+
+import asyncio
+import contextlib
+import math
+import multiprocessing
+import os
+import shutil
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import AsyncMock
+
+import psutil
+import pytest
+from hivemind.dht.protocol import DHTProtocol
+from hivemind.dht.storage import DictionaryDHTValue
+from hivemind.p2p import P2P
+from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerInfo
+from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
+from hivemind.proto.dht_pb2 import FOUND_DICTIONARY, FindRequest, FindResponse, FindResult
+from hivemind.utils import MPFuture, MSGPackSerializer, get_dht_time
+from hivemind.utils.multiaddr import Multiaddr
+from hivemind.utils.timed_storage import ValueWithExpiration
+
+from cotrain.admission.invitations import load_identity
+from cotrain.common.errors import TemporaryError
+from cotrain.peer import peer as peer_module
+from cotrain.peer.peer import _end
+from peerstep.clock import run_time
+from peerstep.node import (
+    NUM_BUCKETS,
+    RelayedP2P,
+    _without_claims,
+    bucket_of,
+    close_relayed_connections,
+    receive_raw_data,
+)
+from peerstep.records import get_dictionary, store_record
+from tests.support.peers import local_peer, wait_until
+
+HOP = "/libp2p/circuit/relay/0.2.0/hop"  # what a peer behind NAT asks a relay for
+RELAY = "/ip4/127.0.0.1/tcp/31337/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+
+
+@pytest.mark.peers
+def test_daemon_uses_the_relays_that_it_is_given_and_no_others(tmp_path):
+    """By default libp2p uses no relay until it has found four candidates or three minutes have passed.
+
+    It also waits if it finds fewer relays than it was given addresses.
+    """
+    relays = [RELAY, RELAY.replace("/tcp/31337", "/udp/31337/quic-v1")]
+    with local_peer(tmp_path, "run", use_relay=True, use_auto_relay=True, trusted_relays=relays) as peer:
+        (daemon,) = psutil.Process(peer.dht.pid).children()
+        assert {f"-trustedRelays={RELAY}", "-relayDiscovery=0"} <= set(daemon.cmdline())
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("use_relay", [True, False])
+def test_peer_relays_for_nobody_unless_it_is_asked_to(tmp_path, use_relay):
+    with local_peer(tmp_path / "one", "run", use_relay=use_relay) as one:
+        address = str(one.dht.get_visible_maddrs()[0])
+        with local_peer(tmp_path / "two", "run", (address,)) as two:
+
+            async def ask_for_a_relay() -> None:
+                p2p = await two.dht.replicate_p2p()
+                await p2p._client.stream_open(one.dht.peer_id, (HOP,))
+
+            is_refused = pytest.raises(ControlFailure, match="not supported")
+            with contextlib.nullcontext() if use_relay else is_refused:
+                asyncio.run(ask_for_a_relay())
+
+
+@pytest.mark.peers
+def test_client_listens_nowhere_and_asks_no_router_for_a_port(tmp_path):
+    with local_peer(tmp_path / "one", "run") as one:
+        address = str(one.dht.get_visible_maddrs()[0])
+        for name, options in {"two": {"client_mode": True, "map_port": True}, "three": {}}.items():
+            with local_peer(tmp_path / name, "run", (address,), **options) as peer:
+                (daemon,) = psutil.Process(peer.dht.pid).children()
+                listening = [c for c in daemon.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+                assert bool(listening) == (name == "three") and "-natPortMap=0" in daemon.cmdline()
+                assert get_dictionary(peer.dht, "run_peers") == {}
+
+
+@pytest.mark.peers
+def test_reports_under_several_keys_are_read_as_one_and_no_copy_counts(tmp_path):
+    """A trainer that stores its report under each of the keys has one report."""
+    with local_peer(tmp_path / "one", "run") as one:
+        address = str(one.dht.get_visible_maddrs()[0])
+        with local_peer(tmp_path / "two", "run", (address,)) as two:
+            right = bucket_of(two.public_key)
+            store_record(two.dht, "run_training_progress", two.public_key, {"epoch": 1}, 50.0)
+            store_record(one.dht, "run_training_progress", one.public_key, {"epoch": 2}, 50.0)
+            for bucket in set(range(NUM_BUCKETS)) - {right}:
+                key = f"run_training_progress.{bucket}"
+                two.dht.store(key, {"epoch": 9}, run_time() + 60, subkey=two.public_key)
+            wait_until(lambda: len(get_dictionary(one.dht, "run_training_progress")) == 2, 120, "both reports")
+            for peer in (one, two):
+                found = get_dictionary(peer.dht, "run_training_progress")
+                assert [found[p.public_key].value["epoch"] for p in (two, one)] == [1, 2]
+
+
+async def test_announced_length_of_a_message_is_bounded():
+    """One stream that announces 1 TiB could fill the memory."""
+    reader = asyncio.StreamReader()
+    for length, content in ((7, b"message"), (2**40, b"")):
+        reader.feed_data(length.to_bytes(P2P.HEADER_LEN, P2P.BYTEORDER) + content)
+    assert await receive_raw_data(reader) == b"message"
+    with pytest.raises(asyncio.IncompleteReadError):
+        await receive_raw_data(reader)
+
+
+@pytest.mark.peers
+def test_identity_that_another_peer_uses_is_named(tmp_path, monkeypatch):
+    """The time for retries is over after the first attempt, however long that takes."""
+    ended = []
+    monkeypatch.setattr(peer_module, "time", SimpleNamespace(monotonic=lambda: 1000.0 * len(ended)))
+    with local_peer(tmp_path / "one", "run") as first:
+        address = str(first.dht.get_visible_maddrs()[0])
+        monkeypatch.setattr(peer_module, "_end", lambda dht: ended.append(_end(dht)))
+        copy = shutil.copytree(tmp_path / "one", tmp_path / "three")
+        with (
+            pytest.raises(TemporaryError, match=f"Identity from `{copy}/identity.key` is already taken"),
+            local_peer(copy, "run", (address,)),
+        ):
+            pass
+
+
+def test_only_peers_without_a_direct_connection_are_disconnected():
+    direct, relayed = "/ip4/1.2.3.4/tcp/31337", f"{RELAY}/p2p-circuit"
+    connections = [("a", direct), ("b", relayed), ("c", relayed), ("c", direct), ("b", relayed)]
+    p2p = AsyncMock()
+    p2p.list_peers.return_value = [PeerInfo(peer, [Multiaddr(maddr)]) for peer, maddr in connections]
+    asyncio.run(close_relayed_connections(p2p, delay=0))
+    p2p._client.disconnect.assert_awaited_once_with("b")
+
+
+@pytest.mark.peers
+def test_sockets_are_in_a_folder_of_this_user_alone(tmp_path):
+    with local_peer(tmp_path, "run") as peer:
+        folder = Path(RelayedP2P._UNIX_SOCKET_PREFIX.removeprefix("/unix"))
+        assert (folder.stat().st_uid, folder.stat().st_mode & 0o777) == (os.getuid(), 0o700)
+        process = psutil.Process(peer.dht.pid)
+        (daemon,) = process.children()
+        assert any(f"/unix{folder}/" in argument for argument in daemon.cmdline())
+        assert any(folder.iterdir())
+        # Not what is in /tmp: a bare hivemind peer of another test may have put its sockets there.
+        paths = [socket.laddr for owner in (process, daemon) for socket in owner.net_connections("unix")]
+        assert [path for path in paths if "-sockets-" in path and not path.startswith(f"{folder}/")] == []
+
+
+def hold_the_lock(has_lock) -> None:
+    with MPFuture._update_lock:
+        has_lock.set()
+        time.sleep(600)
+
+
+def test_dht_that_is_killed_leaves_no_lock_to_the_next():
+    has_lock = multiprocessing.Event()
+    process = multiprocessing.Process(target=hold_the_lock, args=(has_lock,), daemon=True)
+    process.start()
+    assert has_lock.wait(120)
+    _end(process)
+    assert not process.is_alive() and MPFuture._update_lock.acquire(timeout=60)
+    MPFuture._update_lock.release()
+
+
+async def hide_all(protocol: DHTProtocol, request: FindRequest, _context) -> FindResponse:
+    empty = MSGPackSerializer.dumps(DictionaryDHTValue())
+    results = [FindResult(type=FOUND_DICTIONARY, value=empty, expiration_time=math.inf) for _ in request.keys]
+    return FindResponse(results=results, peer=protocol.node_info)
+
+
+_find = DHTProtocol.rpc_find
+
+
+async def answer_late(protocol: DHTProtocol, request: FindRequest, context) -> FindResponse:
+    await asyncio.sleep(0.5)
+    return await _find(protocol, request, context)
+
+
+@pytest.mark.peers
+def test_node_that_answers_with_an_empty_dictionary_hides_no_records(tmp_path):
+    """It claims that the dictionary never expires, which ended the search of each reader."""
+    with contextlib.ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(DHTProtocol, "rpc_find", hide_all)
+            hostile = stack.enter_context(local_peer(tmp_path / "hostile", "run"))
+            patch.setattr(DHTProtocol, "rpc_find", answer_late)
+            address = str(hostile.dht.get_visible_maddrs()[0])
+            writer = stack.enter_context(local_peer(tmp_path / "writer", "run", (address,)))
+        addresses = (address, str(writer.dht.get_visible_maddrs()[0]))
+        reader = stack.enter_context(local_peer(tmp_path / "reader", "run", addresses, client_mode=True))
+        info = {"username": "ann", "leaving": False}
+        store_record(writer.dht, "run_peers", writer.public_key, info, 60)
+        wait_until(lambda: get_dictionary(reader.dht, "run_peers"), 120, "the record")
+        for _ in range(5):
+            assert get_dictionary(reader.dht, "run_peers")[writer.public_key].value == info
+
+
+def test_expiration_of_a_dictionary_is_that_of_its_newest_record():
+    found, now = DictionaryDHTValue(), get_dht_time()
+    for subkey, lifetime in ((b"one", 50.0), (b"two", 70.0)):
+        found.store(subkey, b"value", now + lifetime)
+    found.latest_expiration_time = 1e12
+    checked = _without_claims(ValueWithExpiration(found, 1e12))
+    assert checked.expiration_time == checked.value.latest_expiration_time == now + 70.0
+    assert _without_claims(ValueWithExpiration(DictionaryDHTValue(), 1e12)) is None
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_an_identity_that_another_peer_may_use_is_checked(tmp_path, monkeypatch, is_new):
+    """A new key needs no check, which takes a second."""
+    monkeypatch.setattr(peer_module, "SafeDHT", lambda **options: pytest.fail(str(options["check_if_identity_free"])))
+    if not is_new:
+        load_identity(tmp_path / "identity.key")
+    with pytest.raises(pytest.fail.Exception, match=str(not is_new)), local_peer(tmp_path, "run"):
+        pass

@@ -1,0 +1,542 @@
+"""Tests of CollaborativeOptimizer: what each outcome of a round does to one peer. No network, no processes."""
+
+import time
+from dataclasses import replace
+from queue import Queue
+from threading import Event, Thread
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hivemind.p2p import PeerID
+
+from peerstep.coordinator import Outcome
+from peerstep.local_updates import INNER_WARMUP_STEPS
+from peerstep.optimizer import MAX_FAILURES, MAX_MISSED_UPDATES, CollaborativeOptimizer
+from peerstep.progress_record import MAX_DISTANCE
+from tests.support.offline import PEER, offline_optimizer
+from tests.support.peers import wait_until
+from tests.support.state import snapshot
+
+pytestmark = pytest.mark.usefixtures("offline")
+FLAGS = {
+    "optimizer": "adamw", "learning_rate": 0.01, "warmup_steps": 0, "weight_decay": 0.0, "max_grad_norm": 1.0,
+    "target_batch_size": 64, "delay_grad_averaging": True, "delay_optimizer_step": True,
+}  # fmt: skip
+
+
+def build(**flags) -> CollaborativeOptimizer:
+    model = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.constant_(model.weight, 3.0)
+    return offline_optimizer(model, **{**FLAGS, **flags})
+
+
+def compute(optimizer: CollaborativeOptimizer, value: float, samples: int = 4) -> None:
+    """Take a local step with a gradient of equal elements."""
+    (parameter,) = optimizer.state_averager.main_parameters
+    parameter.grad = torch.full_like(parameter, value)
+    optimizer._accumulate(samples)
+
+
+def take(optimizer: CollaborativeOptimizer, outcome: Outcome = Outcome.AVERAGED, **averages) -> None:
+    """Take the next global step, whose round has this outcome.
+
+    :param averages: attributes of `Rounds`
+    """
+    vars(optimizer.coordinator).update(outcome=outcome, **averages)
+    optimizer._take_step(optimizer.local_epoch + 1)
+
+
+def value_of(tensors) -> float:
+    """Return the value that all elements have."""
+    (tensor,) = tensors
+    assert (tensor == tensor[0, 0]).all()
+    return tensor[0, 0].item()
+
+
+def test_weight_of_a_contribution_is_bounded():
+    """A fast peer in a slow round: it counts for one whole step at most, and the others would scale it down."""
+    optimizer = build()
+    compute(optimizer, 0.1, samples=10**5)
+    take(optimizer)
+    assert optimizer.coordinator.weights == [64.0] and samples_of(optimizer) == [(1, 64)]
+    assert optimizer.grad_averager.max_weight == build(batch_size_lead=16).grad_averager.max_weight == 64.0
+
+
+def test_group_has_peers_of_the_same_rounds_only():
+    """Peers with another schema hash are refused."""
+    options = ({"gradient_compression": "blockwise8"}, {"gradient_compression": "blockwise4"},
+               {"state_compression": "none"}, {"average_state_every": 2}, {"local_updates": True}, {})  # fmt: skip
+    hashes = {build(**flags).grad_averager.schema_hash for flags in options}
+    assert len(hashes) == len(options)
+    assert build(learning_rate=0.5, bandwidth=10.0).grad_averager.schema_hash in hashes
+
+
+def test_contribution_is_the_mean_over_samples():
+    optimizer = build()
+    compute(optimizer, 0.1, samples=2)
+    compute(optimizer, 0.4, samples=4)
+    compute(optimizer, float("nan"))
+    take(optimizer)
+    assert value_of(optimizer.coordinator.contribution) == pytest.approx(0.3)
+    assert optimizer.coordinator.weights == [6.0] and optimizer.num_dropped_gradients == 1
+    compute(optimizer, 100.0)
+    take(optimizer)
+    assert value_of(optimizer.coordinator.contribution) == 100.0, "the average is clipped"
+
+
+def samples_of(optimizer: CollaborativeOptimizer) -> list[tuple[int, int | None]]:
+    """Return the global steps since the last call, with the samples of this peer that each used."""
+    return [(record.step, record.samples) for record in optimizer.pop_records() if record.outcome != Outcome.FAILED]
+
+
+@pytest.mark.parametrize("outcome", [Outcome.AVERAGED, Outcome.ALONE])
+def test_step_uses_the_average_or_without_one_the_own_gradient(outcome):
+    optimizer = build()
+    compute(optimizer, 0.2)
+    assert not optimizer.state_averager.allow_state_sharing, "there is no trained state"
+    take(optimizer, outcome, gradients=-0.2)
+    expected = -0.2 if outcome == Outcome.AVERAGED else 0.2
+    assert value_of(optimizer.grad_averager.gradients) == pytest.approx(expected)
+    moved = value_of(optimizer._offloaded_parameters()) - 3.0
+    assert moved == pytest.approx(-0.01 if expected > 0 else 0.01, rel=1e-3)  # AdamW's first step
+    assert (optimizer.local_epoch, optimizer.accumulator.num_samples) == (1, 0)
+    assert optimizer.state_averager.allow_state_sharing
+    assert samples_of(optimizer) == [(1, 4)]
+
+
+def test_local_steps_wait_neither_for_a_round_nor_for_an_update(monkeypatch):
+    """A GPU computes a target batch in about the time of a round."""
+    optimizer, begun, may_end = build(target_batch_size=4), Queue(), Queue()
+
+    def pause(stage: str) -> None:
+        begun.put(stage)
+        may_end.get(timeout=240)
+
+    optimizer.coordinator.during = lambda: pause("round")
+    update = optimizer.state_averager.apply_update
+    monkeypatch.setattr(optimizer.state_averager, "apply_update", lambda *args: (pause("update"), update(*args)))
+    (parameter,) = optimizer.state_averager.main_parameters
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step(batch_size=4)
+    for stage in ("round", "update"):
+        assert begun.get(timeout=120) == stage
+        optimizer.step(batch_size=1)
+        assert optimizer.local_epoch == 0 and optimizer._in_round == (stage == "round")
+        may_end.put(stage)
+    wait_until(lambda: optimizer.local_epoch == 1, 120, "the step")
+    optimizer.stop_averaging()
+    assert optimizer.accumulator.num_samples == 2
+
+
+def test_global_steps_leave_the_cores_to_the_local_steps(monkeypatch):
+    optimizer, numbers, before = build(), [], torch.get_num_threads()
+
+    def compute() -> None:
+        torch.ones(1_000_000).add_(1)
+        numbers.append(torch.get_num_threads())
+
+    monkeypatch.setattr(optimizer, "_advance", compute)
+    try:
+        torch.set_num_threads(2)
+        optimizer._start_thread()
+        wait_until(lambda: numbers, 120, "the step thread")
+        optimizer.stop_averaging()
+        assert (numbers[0], torch.get_num_threads()) == (1, 2)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_missed_contribution_counts_once_more_unless_the_next_step_is_missed_too():
+    optimizer = build()
+    compute(optimizer, 0.2, samples=12)
+    take(optimizer, Outcome.MISSED)
+    compute(optimizer, 0.6, samples=4)
+    assert optimizer.accumulator.num_samples == 16
+    take(optimizer, Outcome.MISSED)
+    assert value_of(optimizer.coordinator.contribution) == pytest.approx(0.3)
+    take(optimizer, Outcome.MISSED)
+    assert optimizer.accumulator.num_samples == 0 and optimizer.distance == 3
+    assert value_of(optimizer._offloaded_parameters()) == 3.0
+    assert not optimizer.state_averager.allow_state_sharing, "its state lacks three updates"
+    assert samples_of(optimizer) == [(1, None), (2, None), (3, None)]
+    report = optimizer.tracker.local_progress
+    assert report.away and report.distance == 3 and optimizer.local_epoch == 3
+
+
+def test_peer_on_a_slow_link_is_told_what_to_do(caplog):
+    optimizer = build()
+    for was_late in (False, True, True):
+        take(optimizer, was_late=was_late)
+    (record,) = [record for record in caplog.records if "too late" in record.message]
+    assert "step #2" in record.message and "--local_updates" in record.message
+
+
+@pytest.mark.parametrize("outcome", [Outcome.MISSED, Outcome.FAILED, Outcome.AVERAGED])
+@pytest.mark.parametrize("local", [False, True])
+def test_samples_that_other_members_may_have_used_are_not_sent_again(outcome, local):
+    """The member was cut off after it had sent all its parts: no average has arrived."""
+    optimizer = build_local() if local else build()
+    compute(optimizer, 0.2, samples=12)
+    take(optimizer, outcome, has_sent=outcome != Outcome.AVERAGED, received=0.0)
+    assert optimizer.accumulator.num_samples == optimizer.tracker.local_progress.samples_accumulated == 0
+    (parameter,) = optimizer.state_averager.main_parameters
+    before = parameter[0, 0].item()
+    compute(optimizer, 0.0, samples=4)
+    moved = before - parameter[0, 0].item()  # by the inner optimizer's momentum
+    take(optimizer)
+    assert optimizer.coordinator.weights == [12.0, 4.0]
+    assert value_of(optimizer.coordinator.contribution) == pytest.approx(moved, abs=1e-6)
+
+
+def test_failed_round_is_repeated_with_its_samples_and_at_last_without_the_others():
+    optimizer = build(average_state_every=1)
+    ignored = []
+    optimizer.tracker.ignore = lambda condition: ignored.append(condition) or 1
+    for attempt in range(MAX_FAILURES):
+        assert not ignored
+        compute(optimizer, 0.2)
+        take(optimizer, Outcome.FAILED)
+        assert optimizer.accumulator.num_samples == 4 * (attempt + 1) and optimizer.local_epoch == 0
+        assert not optimizer._is_due(), "a local step comes first"
+    assert len(ignored) == 1, "no other trainer is known: this peer has the smallest ID"
+    take(optimizer, Outcome.ALONE)
+    assert samples_of(optimizer) == [(1, 12)] and [step for step, _ in optimizer.state_averager.marks] == [1]
+
+
+@pytest.mark.parametrize(("seconds", "waits"), [(1.0, True), (20.0, False)])
+def test_local_step_waits_for_short_rounds(seconds, waits):
+    """The next one then begins with the new parameters. Of 100 seconds, the last rounds have taken 1 or 20."""
+    optimizer, begun, ended = build(), Event(), Event()
+    optimizer._returned_at = time.monotonic()
+    optimizer._round_times.extend((time.monotonic() - age, seconds) for age in (300.0, 200.0, 100.0))
+    optimizer.coordinator.gradients = 1.0
+    is_waiting = []
+
+    def run_round() -> None:
+        begun.set()
+        if waits:
+            wait_until(lambda: optimizer._waits_for_step, 60, "the local step")
+        is_waiting.append(optimizer._waits_for_step or not ended.wait(60))
+
+    optimizer.coordinator.during = run_round
+    optimizer.state_averager.main_parameters[0].grad = torch.ones(1, 2)
+    optimizer.step(batch_size=64)
+    is_new = value_of(optimizer.state_averager.main_parameters) != 3.0
+    assert begun.wait(60)
+    ended.set()
+    optimizer.stop_averaging()
+    assert is_new == waits and is_waiting == [waits]
+
+
+@pytest.mark.parametrize(
+    ("local_seconds", "round_seconds", "age", "flags", "waits"),
+    [
+        (4.0, 1.0, 2.0, {}, True),
+        (4.0, 1.0, 9.0, {}, False),  # the main thread is busy with something else, such as a checkpoint
+        (6.0, 1.0, 2.0, {}, False),
+        (4.0, 8.0, 2.0, {}, False),
+        (4.0, 1.0, 2.0, {"delay_grad_averaging": False}, False),  # it begins no step during a local step anyway
+        (4.0, 1.0, 2.0, {"local_updates": True}, False),
+    ],
+)
+def test_due_step_waits_for_the_end_of_a_short_local_step(local_seconds, round_seconds, age, flags, waits):
+    """Its samples count in the step then. Global steps take 100 seconds."""
+    optimizer = build_local() if "local_updates" in flags else build(**flags)
+    now = time.monotonic()
+    optimizer._round_times.extend((now - ago, round_seconds) for ago in (300.0, 200.0, 100.0))
+    optimizer._local_seconds, optimizer._returned_at = local_seconds, now - age
+    compute(optimizer, 0.1, samples=64)
+    assert optimizer._awaits_local_step() == waits
+    optimizer._advance()
+    may_begin = flags.get("delay_grad_averaging", True)
+    assert optimizer.local_epoch == (not waits and may_begin)
+    optimizer._waits_for_step = True
+    optimizer._advance()
+    assert optimizer.local_epoch == 1
+
+
+def test_averaging_share_is_the_time_in_rounds(monkeypatch):
+    optimizer, now = build(), [100.0]
+    monkeypatch.setattr("peerstep.optimizer.time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
+    optimizer.coordinator.during = lambda: now.append(now.pop() + 2.0)
+    for number, expected in enumerate((None, None, None, 0.25, 0.25)):
+        assert optimizer.averaging_share == expected, f"after {number} rounds"
+        take(optimizer)
+        now[0] += 6.0
+
+
+def test_distance_grows_by_what_is_missed_and_shrinks_by_the_parameters_received():
+    optimizer = build(average_state_every=2)
+    take(optimizer, Outcome.MISSED)
+    left = 0.1**0.5 + 0.1  # of the parameters, and the gradients
+    for received, distance in ((0.9, left), (1.0, left), (1.0, 0.0)):  # steps 2, 3 and 4
+        take(optimizer, received=received, parameters=2.9)
+        assert optimizer.distance == pytest.approx(distance)
+        assert optimizer.recent_rounds[-1] == (received == 1)
+        assert value_of(optimizer._offloaded_parameters()) == pytest.approx(2.9, abs=0.02)
+        assert optimizer.coordinator.is_settling == (optimizer.local_epoch < 4), "its statistics lack a gradient"
+    assert [step for step, _ in optimizer.state_averager.marks] == [4], "the round of step 2 was not complete"
+
+
+def test_peer_that_lacks_updates_receives_parameters_on_demand():
+    optimizer = build(average_state_every=8)
+    optimizer.distance = 40.0
+    take(optimizer, is_given=True, parameters=1.5)
+    assert optimizer.distance == 0 and optimizer.coordinator.is_settling
+    assert value_of(optimizer._offloaded_parameters()) == pytest.approx(1.5, abs=0.02)
+    assert samples_of(optimizer) == [(1, None)], "its gradients had no weight"
+    assert optimizer.state_averager.allow_state_sharing and optimizer.state_averager.marks == ()
+
+
+@pytest.mark.parametrize(
+    ("is_far", "other", "after"),
+    [(False, PeerID(bytes(34)), 0), (True, PeerID(bytes(34)), MAX_DISTANCE), (True, None, 0)],
+)
+def test_peer_whose_parameters_are_far_from_those_of_most_receives_theirs(is_far, other, after):
+    """One peer of the group, with the smallest peer ID, keeps its own: else nobody would give any."""
+    optimizer = build(average_state_every=1)
+    optimizer.coordinator.other = other
+    take(optimizer, parameters=2.5, is_far=is_far)
+    assert value_of(optimizer._offloaded_parameters()) == pytest.approx(3.0 if is_far else 2.5, abs=0.02)
+    assert optimizer.distance == after
+
+
+@pytest.mark.parametrize(("gradient", "used"), [(50.0, 0.5**0.5), (0.1, 0.1)])
+def test_averaged_gradient_is_clipped(gradient, used):
+    """Two elements, norm 1."""
+    optimizer = build(optimizer="lamb")
+    take(optimizer, gradients=gradient)
+    assert value_of(optimizer.grad_averager.gradients) == pytest.approx(used)
+
+
+@pytest.mark.parametrize("invited", [False, True])
+@pytest.mark.parametrize("distance", [0.0, 3.0])
+def test_bounds_of_a_round(distance, invited, monkeypatch):
+    """Those on parameters follow the present learning rate, and what this peer lacks."""
+    monkeypatch.setattr(PEER.dht, "is_open", not invited, raising=False)
+    optimizer = build(learning_rate=0.5, warmup_steps=10, total_steps=20)
+    take(optimizer, gradients=1.0)
+    take(optimizer, gradients=1.0)
+    bounds = optimizer.grad_averager._make_bounds(weight=8.0, distance=distance, counts=distance < 0.5)
+    step, change = (2 * 0.1, 0.1) if distance < 0.5 else (2 * 0.5 * 4, 0.4)
+    assert bounds.parameter_step == pytest.approx(step) and bounds.parameter_change == pytest.approx(change)
+    assert bounds.believes_weights == invited and bounds.weight == 64.0 and bounds.has_gradient
+    assert not optimizer.grad_averager._make_bounds(0.0, distance, True).has_gradient
+
+
+def test_step_without_finite_parameters_is_not_taken():
+    optimizer = build()
+    optimizer._offloaded_parameters()[0].data.fill_(float("inf"))
+    take(optimizer)
+    assert optimizer._is_interrupted() and optimizer.local_epoch == 0 and not optimizer.coordinator.weights
+
+
+def test_peer_with_values_that_are_not_finite_is_banned_for_ten_minutes():
+    optimizer = build()
+    banned = []
+    optimizer.grad_averager._matchmaking = SimpleNamespace(ban=lambda *ban: banned.append(ban))
+    optimizer.grad_averager._ban_violators(SimpleNamespace(violations={PEER.dht.peer_id: "NaN"}))
+    ((peer_id, until),) = banned
+    assert peer_id == PEER.dht.peer_id and 590 < until - time.time() <= 600
+
+
+@pytest.mark.parametrize(("agreed", "missed"), [(9, 0), (10, 0), (12, 2), (10 + MAX_MISSED_UPDATES + 1, 0)])
+def test_steps_that_the_others_took_during_a_download_are_missed_updates(agreed, missed, monkeypatch):
+    optimizer = build()
+    compute(optimizer, 0.2)
+    monkeypatch.setattr(type(optimizer.tracker), "agreed_epoch", agreed)
+    monkeypatch.setattr(optimizer.tracker, "refresh", bool)
+    monkeypatch.setattr(
+        optimizer.state_averager, "load_state_from_peers",
+        lambda **_query: optimizer.state_averager.sync_with_main_parameters(10) or True,
+    )  # fmt: skip
+    assert optimizer.load_state_from_peers()
+    assert optimizer.coordinator.is_called_off, "its group would wait for it"
+    assert (optimizer.local_epoch, optimizer.distance) == (10 + missed, missed)
+    assert optimizer.tracker.local_progress.completed == 10 + missed
+    assert optimizer.state_averager.allow_state_sharing
+    assert optimizer.accumulator.num_samples == 0 and samples_of(optimizer) == [(10 + missed, None)]
+
+
+@pytest.mark.parametrize(("completed", "least"), [(8, 7), (10, 9), (11, 11), (12, 11)])
+def test_only_a_state_of_another_step_is_downloaded(completed, least, monkeypatch):
+    optimizer = build()
+    optimizer.state_averager.local_epoch = 10
+    rival = replace(optimizer.tracker.local_progress, epoch=12, completed=completed)
+    monkeypatch.setattr(type(optimizer.tracker), "rival", rival)
+    monkeypatch.setattr(optimizer._stopped, "wait", bool)
+    monkeypatch.setattr(optimizer.tracker, "refresh", bool)
+    queries = []
+    monkeypatch.setattr(optimizer.state_averager, "download_state", lambda **query: queries.append(query))
+    optimizer.load_state_from_peers()
+    assert queries[0]["min_epoch"] == least
+
+
+def test_claim_of_a_step_that_nobody_offers_costs_no_gradients(monkeypatch):
+    optimizer = build()
+    compute(optimizer, 0.2)
+    optimizer.state_averager.local_epoch = 5
+    rival = replace(optimizer.tracker.local_progress, epoch=30_000, completed=30_000)
+    monkeypatch.setattr(type(optimizer.tracker), "rival", rival)
+    monkeypatch.setattr(optimizer.tracker, "refresh", bool)
+    monkeypatch.setattr(optimizer._stopped, "wait", bool)
+    monkeypatch.setattr(optimizer.state_averager, "download_state", lambda *_, **_options: None)
+    ignored = []
+    monkeypatch.setattr(optimizer.tracker, "ignore", lambda condition: ignored.append(condition(rival)) or 1)
+    assert optimizer._is_out_of_sync()
+    assert not any(optimizer.load_state_from_peers() for _ in range(3))
+    assert ignored == [True] and optimizer.accumulator.num_samples == 4
+
+
+# Local updates
+
+
+def build_local(**flags) -> CollaborativeOptimizer:
+    return build(local_updates=True, outer_learning_rate=0.5, outer_momentum=0.5, **{"learning_rate": 0.1, **flags})
+
+
+def test_learning_rate_of_local_steps_rises_and_is_that_of_the_step_that_is_computed():
+    optimizer = build_local(warmup_steps=4)
+    (parameter,) = optimizer.state_averager.main_parameters
+    for step, epoch in ((1, 0), (2, 0), (INNER_WARMUP_STEPS, 1)):
+        optimizer._num_inner_steps, optimizer.state_averager.local_epoch = step - 1, epoch
+        compute(optimizer, 0.2)
+        expected = 0.1 * (epoch + 1) / 4 * step / INNER_WARMUP_STEPS
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(expected)
+    assert parameter[0, 0] < 3.0
+
+
+def test_global_step_moves_by_the_average_of_the_local_changes():
+    optimizer = build_local()
+    compute(optimizer, 0.2)
+    take(optimizer, gradients=0.4)
+    assert value_of(optimizer.coordinator.contribution) == pytest.approx(0.1 / INNER_WARMUP_STEPS, rel=0.02)
+    assert value_of(optimizer._offloaded_parameters()) == pytest.approx(3.0 - 0.5 * 1.5 * 0.4)  # Nesterov
+
+
+def test_local_steps_during_a_round_count_in_the_next_one():
+    optimizer = build_local()
+    (parameter,) = optimizer.state_averager.main_parameters
+    compute(optimizer, 0.2)
+    before = parameter[0, 0].item()
+    take(optimizer, gradients=0.4, during=lambda: compute(optimizer, 0.2, samples=3))
+    change = parameter[0, 0].item() - before
+    optimizer.finish_pending_update()
+    assert value_of([parameter]) == pytest.approx(value_of(optimizer._offloaded_parameters()) + change) and change < 0
+    assert optimizer.accumulator.num_samples == optimizer.tracker.local_progress.samples_accumulated == 3
+    take(optimizer, gradients=0.4, during=lambda: None)
+    assert value_of(optimizer.coordinator.contribution) == pytest.approx(-change)
+
+
+def test_peer_that_missed_a_round_keeps_its_local_updates_for_the_next():
+    optimizer = build_local()
+    for missed in (1, 2, 3):
+        compute(optimizer, 0.2, samples=12)
+        take(optimizer, Outcome.MISSED)
+        assert optimizer.accumulator.num_samples == 12 * missed and optimizer._may_begin_step()
+    change = value_of(optimizer.state_averager.main_parameters) - 3.0
+    assert value_of(optimizer.accumulator.local_changes()) == pytest.approx(change)
+    take(optimizer, is_given=True, parameters=2.0)
+    optimizer.finish_pending_update()
+    assert value_of(optimizer.state_averager.main_parameters) == pytest.approx(2.0)
+
+
+def test_local_updates_are_bounded_by_the_parameters():
+    averager = build_local(max_update_norm=0.5).grad_averager
+    assert averager.gradient_bound() == pytest.approx(0.5 * 3.0 * 2**0.5)
+    assert not averager._make_bounds(8.0, 0.0, True).has_gradient, "a slow peer's are smaller than the mean"
+    assert build().grad_averager.gradient_bound() == 1.0
+
+
+def test_local_updates_of_other_parameters_are_dropped(monkeypatch):
+    optimizer = build_local()
+    optimizer.begin_at(5)
+    compute(optimizer, 0.2)
+
+    def load(**_query) -> bool:
+        optimizer._offloaded_parameters()[0].data.fill_(7.0)
+        optimizer.state_averager.local_epoch = 8
+        return True
+
+    monkeypatch.setattr(optimizer.state_averager, "load_state_from_peers", load)
+    monkeypatch.setattr(optimizer.tracker, "refresh", bool)
+    assert optimizer.load_state_from_peers()
+    assert value_of(optimizer.state_averager.main_parameters) == pytest.approx(7.0)
+    assert optimizer.accumulator.num_samples == 0
+
+
+def test_inner_optimizer_begins_again_with_a_restored_state():
+    optimizer = build_local()
+    compute(optimizer, 0.2)
+    assert any(value["exp_avg"].any() for value in optimizer.inner.state.values())
+    optimizer.restore(*snapshot(optimizer.state_averager))
+    assert not any(value["exp_avg"].any() for value in optimizer.inner.state.values())
+
+
+def test_local_updates_that_diverge_are_sent_to_nobody_and_dropped():
+    optimizer = build_local()
+    compute(optimizer, 0.2)
+    assert not optimizer.discard_local_updates(), "they are finite"
+    optimizer.state_averager.main_parameters[0].data[0, 0] = float("nan")
+    take(optimizer)
+    assert optimizer.coordinator.weights == [0.0] and value_of(optimizer.coordinator.contribution) == 0.0
+    assert optimizer.discard_local_updates()
+    assert torch.equal(*optimizer.state_averager.main_parameters, *optimizer._offloaded_parameters())
+
+
+def test_checkpoint_has_the_parameters_of_the_last_step():
+    optimizer = build_local()
+    (parameter,) = optimizer.state_averager.main_parameters
+    compute(optimizer, 0.2)
+    before = parameter.detach().clone()
+    with optimizer.saved_state():
+        assert torch.equal(parameter, optimizer._offloaded_parameters()[0]) and not torch.equal(parameter, before)
+    assert torch.allclose(parameter, before)
+
+
+@pytest.mark.parametrize("make", [build, build_local])
+def test_checkpoint_during_a_hanging_round_waits_for_nothing_and_has_one_step(make):
+    """A round takes up to --averaging_timeout, during which a local step cannot begin either."""
+    optimizer, begun, may_end = make(), Event(), Event()
+    (parameter,) = optimizer.state_averager.main_parameters
+    compute(optimizer, 0.2)
+    take(optimizer)
+    compute(optimizer, 0.2)
+
+    def hang() -> None:
+        begun.set()
+        may_end.wait(240)
+
+    optimizer.coordinator.during = hang
+
+    def take_next() -> None:
+        with optimizer._step_lock:
+            optimizer._take_step(2)
+
+    thread = Thread(target=take_next)
+    thread.start()
+    saved = Event()
+
+    def save() -> None:
+        with optimizer.saved_state():
+            metadata, (copy, *_) = snapshot(optimizer.state_averager)
+            assert metadata["epoch"] == 1 and torch.equal(copy, parameter)
+            may_end.set()  # the step cannot change the state before the context is closed
+            time.sleep(0.2)
+            assert torch.equal(copy, optimizer._offloaded_parameters()[0]) and torch.equal(copy, parameter)
+            saved.set()
+
+    try:
+        assert begun.wait(120)
+        saver = Thread(target=save)
+        saver.start()
+        assert saved.wait(120), "it has waited for the round"
+        saver.join()
+    finally:
+        may_end.set()
+        thread.join(120)
+    assert optimizer.local_epoch == optimizer.state_averager.applied_epoch == 2
+    assert not optimizer.accumulator.num_samples
+    optimizer.finish_pending_update()
+    assert torch.allclose(parameter, optimizer._offloaded_parameters()[0]), "the local updates are in the step"

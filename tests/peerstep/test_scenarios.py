@@ -1,0 +1,369 @@
+"""Scenarios of many unequal peers, see tests/support/scenario.py. All seconds are simulated.
+
+A step takes some 10 seconds, unless a test says otherwise.
+"""
+
+from collections.abc import Collection
+
+import pytest
+
+from peerstep import rounds, uplink
+from peerstep.history import MAX_DIFFERENT, different_marks
+from tests.support.scenario import BATCH, Peer, Scenario
+
+pytestmark = pytest.mark.peers  # simulated ones, which take 10 seconds each
+
+
+def add_trainers(scenario: Scenario, number: int, **options) -> list[Peer]:
+    """Add trainers of different speeds and uplinks; the sum of the speeds is their number."""
+    middle = (number - 1) / 2
+    return [
+        scenario.add(speed=1 + 0.2 * (index - middle), uplink=3000.0 * (1 + index), **options)
+        for index in range(number)
+    ]
+
+
+def took_steps_with(peers: Collection[Peer], number: int, since: int) -> bool:
+    """Whether peers have taken all steps after one in rounds of so many."""
+    rounds = [entry for peer in peers for entry in list(peer.rounds) if entry["step"] > since]
+    return all(entry["outcome"] == "averaged" and len(entry["group"]) == number for entry in rounds)
+
+
+# Uplinks and clocks
+
+
+def measure(seconds: float, thin_uplink: bool) -> tuple[list[Peer], list[int], list[int]]:
+    """Train with three trainers, and a fourth that needs twice the timeout for a round.
+
+    :returns: the three, and what they have done in the given time: steps, and samples in steps
+    """
+    with Scenario(1, target_batch_size=96, averaging_timeout=20.0) as scenario:
+        trainers = [scenario.add(speed=0.6 + 0.1 * number, uplink=3000.0 * 2**number) for number in range(3)]
+        if thin_uplink:
+            scenario.add(speed=0.2, uplink=40.0, clock=1.0)
+        scenario.reach(3, *trainers)
+        before = [(peer.step, peer.applied_samples) for peer in trainers]
+        scenario.wait(seconds)
+        steps = [peer.step - step for peer, (step, _) in zip(trainers, before, strict=True)]
+        samples = [peer.applied_samples - samples for peer, (_, samples) in zip(trainers, before, strict=True)]
+    return trainers, steps, samples
+
+
+def test_thin_uplink_costs_the_others_neither_steps_nor_samples():
+    _, steps_without, samples_without = measure(80.0, thin_uplink=False)
+    trainers, steps, samples = measure(80.0, thin_uplink=True)
+    edge = len(trainers)  # one step each may end just after the time
+    assert sum(steps) >= 0.9 * sum(steps_without) - edge, (steps, steps_without)
+    assert sum(samples) >= (0.9 - edge / sum(steps_without)) * sum(samples_without), (samples, samples_without)
+    assert min(peer.received for peer in trainers) >= 0.98, [peer.received for peer in trainers]
+
+
+def test_claims_follow_what_the_links_carry_from_the_second_round_on(monkeypatch):
+    """Two trainers come later. The time of a measurement is as small as the links: a gradient has 800 bytes."""
+    monkeypatch.setattr(rounds, "FIRST_CLAIM", 1e-4)
+    monkeypatch.setattr(uplink, "RATE_SECONDS", 0.25)
+
+    def claims() -> list[float]:
+        """Return the claims in bytes per second."""
+        return [peer.optimizer.grad_averager.claim.value / 8e-6 for peer in scenario.peers]
+
+    with Scenario(20, target_batch_size=160, average_state_every=100) as scenario:
+        for link in (1000.0, 1000.0, 1000.0, 100.0):
+            scenario.add(uplink=link, bandwidth=None)
+        assert claims() == pytest.approx([12.5] * 4)
+        scenario.reach(3)
+        assert claims() == pytest.approx([1000.0, 1000.0, 1000.0, 100.0], rel=0.25), scenario.describe()
+        assert min(entry["received"] for peer in scenario.peers for entry in peer.rounds[1:3]) >= 0.98
+        fast, slow = (scenario.add(speed=0.5, uplink=link, bandwidth=None) for link in (4000.0, 100.0))
+        scenario.wait_until(lambda: min(peer.outcomes().count("averaged") for peer in (fast, slow)) >= 1, 300.0)
+        *_, claim_of_fast, claim_of_slow = claims()
+        assert claim_of_fast >= 400.0 and claim_of_slow == pytest.approx(100.0, rel=0.25), scenario.describe()
+
+
+@pytest.mark.parametrize("local_updates", [False, True])
+def test_trainers_with_wrong_clocks_train_like_others(local_updates):
+    with Scenario(3, target_batch_size=120, local_updates=local_updates) as scenario:
+        peers = [scenario.add(speed=0.8 + 0.2 * index, clock=clock) for index, clock in enumerate((0.0, 600.0, -5.0))]
+        scenario.reach(6)
+        assert scenario.have_one_history() and took_steps_with(peers, 3, since=2), scenario.describe()
+        assert min(peer.applied_samples for peer in peers) > 6 * 120 / 3 / 2
+
+
+def test_trainer_with_long_local_steps_contributes_to_each_round():
+    """A local step takes longer than matchmaking, and most of a global step."""
+    with Scenario(22, target_batch_size=40, matchmaking_time=3.1) as scenario:
+        slow, *others = (scenario.add(speed=speed) for speed in (0.25, 3.3, 3.3))
+        slow.batch = 8
+        for peer in others:
+            peer.batch = 1
+        scenario.reach(5)
+        assert took_steps_with((slow, *others), 3, since=1), scenario.describe()
+        assert all(slow.samples[step] for step in range(2, 6)), slow.samples
+
+
+# Alone for a while
+
+
+@pytest.mark.parametrize("number", [3, pytest.param(7, marks=pytest.mark.long)])
+def test_trainer_that_was_alone_and_ahead_returns_to_the_others(number):
+    with Scenario(4, target_batch_size=40 * number, average_state_every=1) as scenario:
+        others, lone = add_trainers(scenario, number), scenario.add(speed=1.1)
+        scenario.reach(3)
+        scenario.partition({lone})
+        lone.batch = 40 * number
+        since = others[0].step
+        scenario.reach(since + 3, *others)
+        assert lone.step > max(scenario.steps_of(*others)), "it is not ahead"
+        lone.batch = BATCH
+        scenario.heal()
+        scenario.unite()
+        assert not any(peer.downloads for peer in others), "the group has followed a single trainer"
+        assert all(own != taken for own, taken in lone.downloads)
+
+
+def test_trainer_that_reaches_only_the_dht_disturbs_nobody_and_is_repaired():
+    with Scenario(5, target_batch_size=120) as scenario:
+        others, lone = add_trainers(scenario, 3), scenario.add(speed=1.5)
+        scenario.reach(2)
+        scenario.cut(lone, *others)
+        scenario.wait(60.0)  # until it has missed three rounds, and all know
+        since = max(scenario.steps_of(*others))
+        started = scenario.time.read()
+        scenario.reach(since + 5, *others)
+        assert scenario.time.read() - started < 5 * 10 * 1.3, "it delays the others"
+        samples = [sum(peer.samples.get(step) or 0 for peer in others) for step in range(since + 2, since + 6)]
+        assert min(samples) >= 0.9 * 120, f"steps were due with samples of the one that nobody reaches: {samples}"
+        assert not lone.optimizer.state_averager.allow_state_sharing
+        assert any("reach" in line for line in lone.log), scenario.describe()
+        scenario.heal()
+        scenario.unite()
+        assert not any(peer.downloads for peer in others)
+
+
+@pytest.mark.parametrize("seed", [18, 19])
+def test_trainer_with_the_smallest_peer_id_that_reaches_only_the_dht_delays_two_steps_at_most(seed):
+    """After three rounds in vain, it is the one that may take a step without those it does not reach."""
+    with Scenario(seed, target_batch_size=160) as scenario:
+        lone, *others = sorted(add_trainers(scenario, 4), key=lambda peer: peer.peer_id)
+        scenario.reach(4)
+        scenario.cut(lone, *others)
+        since, began = max(scenario.steps_of()), scenario.time.read()
+        scenario.reach(since + 2, *others)
+        later, step_seconds = scenario.time.read(), 160 / (BATCH * sum(peer.speed for peer in others))
+        scenario.reach(since + 9, *others)
+        assert later - began < 2 * 2 * step_seconds
+        assert scenario.time.read() - later < 7 * 1.15 * step_seconds, scenario.describe()
+        assert took_steps_with(others, 3, since=since + 1), scenario.describe()
+        assert scenario.have_one_history(*others, tolerance=0.005), scenario.describe()
+        assert "alone" not in lone.outcomes() and not lone.downloads, scenario.describe()
+        scenario.heal()
+        scenario.unite()
+        assert not any(peer.downloads for peer in others)
+
+
+def test_of_two_trainers_that_do_not_reach_each_other_one_goes_on():
+    with Scenario(6, target_batch_size=80, averaging_timeout=20.0) as scenario:
+        peers = scenario.add(speed=0.8), scenario.add(speed=1.2)
+        scenario.reach(2)
+        scenario.cut(*peers)
+        scenario.wait(60.0)
+        before = [max(peer.history) for peer in peers]
+        scenario.wait(60.0)
+        goes_on = [max(peer.history) > step for peer, step in zip(peers, before, strict=True)]
+        assert sorted(goes_on) == [False, True], scenario.describe()
+        scenario.heal()
+        scenario.unite()
+
+
+def test_trainer_that_dies_sends_nobody_looking_for_its_step():
+    """Its last report looks alive for 15 seconds, in which the others take some steps."""
+    with Scenario(15, target_batch_size=110) as scenario:
+        dying, *others = add_trainers(scenario, 5)
+        scenario.reach(6)
+        dying.kill(silently=True)
+        scenario.reach(12, *others)
+        assert not any(peer.downloads for peer in others), scenario.describe()
+
+
+# Partitions
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (5, 2)])
+def test_sides_of_a_partition_return_to_one_history(sizes):
+    with Scenario(7, target_batch_size=20 * sum(sizes), average_state_every=1) as scenario:
+        peers = add_trainers(scenario, sum(sizes))
+        sides = peers[: sizes[0]], peers[sizes[0] :]
+        scenario.reach(2)
+        scenario.partition(*sides)
+        scenario.reach(max(scenario.steps_of()) + 4)
+        assert not scenario.have_one_history(), "there is no fork"
+        scenario.heal()
+        scenario.unite()
+        followed = [any(peer.downloads for peer in side) for side in sides]
+        assert followed in ([False, True], [True, False]), "not exactly one side has taken over the state of the other"
+        assert sizes[0] == sizes[1] or not followed[0], "the larger side has followed"
+
+
+def test_monitor_of_the_smaller_side_follows_the_run_to_a_lower_step(tmp_path):
+    with Scenario(17, target_batch_size=160) as scenario:
+        larger, smaller = add_trainers(scenario, 3), [scenario.add(speed=0.8), scenario.add(speed=0.7)]
+        monitor = scenario.add_monitor(tmp_path)
+        scenario.reach(2)
+        scenario.partition({*smaller, monitor})
+        for peer in smaller:
+            peer.batch = 5 * BATCH
+        scenario.wait_until(lambda: min(scenario.steps_of(*smaller)) > max(scenario.steps_of(*larger)) + 8, 300.0)
+        monitor.refresh(min(scenario.steps_of(*smaller)))
+        saved = monitor.keeper.saved_step
+        for peer in smaller:
+            peer.batch = BATCH
+        scenario.heal()
+        scenario.unite()
+        step = min(scenario.steps_of())
+        assert step < saved - 2
+        monitor.refresh(step)
+        assert step - 1 <= monitor.keeper.saved_step <= step + 1
+        newcomer = scenario.add()
+        scenario.unite(*larger, newcomer)
+        different = different_marks(monitor.keeper.averager.marks, larger[0].marks)
+        assert different is not None and len(different) <= MAX_DIFFERENT, "its state is of the run's history"
+        assert not any(peer.downloads for peer in larger) and len(newcomer.downloads) == 1
+
+
+# Newcomers
+
+
+def test_newcomer_whose_download_takes_six_steps_becomes_equal():
+    with Scenario(8, target_batch_size=120) as scenario:
+        others = add_trainers(scenario, 3)
+        scenario.reach(2)
+        newcomer = scenario.add(downlink=40.0)
+        scenario.wait_until(lambda: newcomer.has_joined, 200.0)
+        newcomer.downlink = 1e6
+        joined = newcomer.step
+        assert joined - newcomer.downloads[0][1] >= 3
+        scenario.unite()
+        # Without the gradients of the download's steps, its updates differ by 0.0033 to 0.0049 six steps later.
+        # Given within 2 steps, averaged again in the round with parameters up to 8 steps later; seen up to 2 later.
+        assert newcomer.step <= joined + 12, "late"
+        given = next(entry for entry in newcomer.rounds if entry["outcome"] == "averaged")
+        assert given["step"] <= joined + 2 and given["distance"] == 0
+        assert not any(peer.downloads for peer in others) and newcomer.applied_samples
+
+
+def test_newcomer_among_sixteen_is_equal_at_once():
+    with Scenario(9, target_batch_size=640, factor=20.0) as scenario:
+        others = [scenario.add(speed=0.5 + index / 15, client=index > 7) for index in range(15)]
+        scenario.reach(2)
+        newcomer = scenario.add(uplink=2000.0)
+        scenario.wait_until(lambda: newcomer.has_joined, 100.0)
+        scenario.reach(newcomer.step + 2)
+        assert scenario.have_one_history(), scenario.describe()
+        assert min(peer.received for peer in others) > 0.98
+
+
+@pytest.mark.parametrize("number", [16, pytest.param(64, marks=pytest.mark.long)])
+def test_many_trainers_take_three_complete_steps(number):
+    with Scenario(2, factor=20.0, target_batch_size=40 * number) as scenario:
+        peers = [scenario.add(speed=2.0 + index % 3, client=index % 8 > 2) for index in range(number)]
+        scenario.reach(3)
+        assert scenario.have_one_history()
+        assert took_steps_with(peers, number, since=1) and min(peer.received for peer in peers) == 1
+
+
+# Lost parts of rounds
+
+
+def test_reducer_that_is_dead_for_everybody_costs_one_part_of_a_round():
+    with Scenario(10, target_batch_size=160, averaging_timeout=20.0) as scenario:
+        peers = add_trainers(scenario, 4)
+        scenario.reach(2)
+        dead = peers[3]
+        dead.stall("rpc_aggregate_part")
+        scenario.wait_until(lambda: any(peer.rounds[-1]["received"] not in (1, None) for peer in peers), 100.0)
+        dead.recover()
+        scenario.unite()
+        assert not any(peer.downloads for peer in peers)
+
+
+@pytest.mark.parametrize(("begin", "end"), [(7, 9), (9, 13)], ids=["the last round with parameters", "four steps"])
+def test_trainer_that_slept_receives_the_parameters_before_the_next_round_that_averages_them(begin, end):
+    with Scenario(11, target_batch_size=160, average_state_every=8) as scenario:
+        peers = add_trainers(scenario, 4)
+        scenario.reach(begin)
+        peers[0].freeze()
+        scenario.reach(end, *peers[1:])
+        peers[0].thaw()
+        # Without the gradients of four steps, its updates differ by up to 0.008 at first, and less after each round
+        # that averages the parameters, every 80 s.
+        scenario.unite(seconds=250.0)
+        if begin < 8:
+            assert max(scenario.steps_of()) <= end + 5
+            return
+        assert not peers[0].downloads, "it needs the state only without a mark in common"
+        given = next(entry for entry in peers[0].rounds if entry["step"] > end)
+        assert given["step"] <= end + 3 and given["distance"] == 0
+
+
+def test_weak_downlink_that_lacks_parameters_each_time_does_not_fall_behind():
+    # It takes part in every second step: with 2 instead of 8, it may be in those rounds only that average parameters,
+    # where nobody gives it those that it lacks, and it receives a third of them at a time.
+    with Scenario(12, target_batch_size=160, average_state_every=8, averaging_timeout=20.0) as scenario:
+        weak, others = scenario.add(uplink=60.0, downlink=60.0), add_trainers(scenario, 3)
+        scenario.reach(12, *others)
+        assert scenario.have_one_history(*others) and not any(peer.downloads for peer in others)
+        assert min(peer.received for peer in others) > 0.98
+        assert weak.step >= 10 and scenario.distance(weak, others[0]) < 0.03, scenario.describe()
+
+
+# Restarts
+
+
+def test_trainers_that_restart_from_checkpoints_of_different_steps_continue_with_the_newest():
+    with Scenario(13, target_batch_size=120) as scenario:
+        old, new = scenario.initial + 0.14, scenario.initial + 0.16
+        for index, (step, parameters) in enumerate(((14, old), (14, old), (16, new))):
+            scenario.add(speed=0.8 + 0.2 * index, start_step=step, params=parameters)
+        scenario.reach(17)
+        scenario.unite()
+        assert not scenario.peers[2].downloads, "the newest state is lost"
+
+
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("progress", [0, 1], ids=["two steps ahead", "one step ahead"])
+def test_laptop_returns_with_a_later_step_than_that_of_the_revived_run(tmp_path, number, progress):
+    """All trainers leave two steps after the monitor's checkpoint, and new ones continue from it."""
+    with Scenario(16, target_batch_size=40 * number) as scenario:
+        old, monitor = add_trainers(scenario, number), scenario.add_monitor(tmp_path)
+        scenario.reach(14)
+        # As a monitor does, try again after a download that has failed, which happens on a busy machine.
+        scenario.wait_until(lambda: monitor.refresh(max(scenario.steps_of())) or monitor.keeper.saved_step >= 14, 60.0)
+        saved = monitor.keeper.saved_step
+        scenario.reach(saved + 2)
+        state = old[-1].state
+        for peer in old:
+            peer.leave()
+        new = add_trainers(scenario, number)
+        scenario.wait_until(lambda: all(peer.has_joined for peer in new), 60.0)
+        assert {taken for peer in new for _, taken in peer.downloads} == {saved}
+        scenario.reach(saved + progress, *new)
+        began, laptop = max(scenario.steps_of(*new)), scenario.add(speed=0.6, uplink=3000.0, state=state)
+        # Histories that differ in one mark are averaged in the next round with parameters, here every second one.
+        scenario.wait_until(lambda: len({peer.marks[-1] for peer in (*new, laptop)}) == 1, 100.0)
+        assert max(scenario.steps_of(*new, laptop)) <= began + 5
+        # Optimizer statistics are not averaged: updates of equal parameters differed by up to 0.0052, before by 0.013.
+        scenario.unite(*new, laptop, tolerance=0.009)
+        assert all(len(peer.downloads) == 1 for peer in new), "the larger side has followed"
+
+
+def test_two_clients_whose_public_peer_has_left_do_not_fork():
+    with Scenario(14, target_batch_size=120) as scenario:
+        public, *clients = scenario.add(), scenario.add(client=True, speed=0.8), scenario.add(client=True, speed=1.2)
+        scenario.reach(3)
+        public.leave()
+        scenario.wait(40.0)
+        before = scenario.steps_of(*clients)
+        scenario.wait(60.0)
+        assert sum(now > then for now, then in zip(scenario.steps_of(*clients), before, strict=True)) <= 1
+        newcomer = scenario.add()
+        scenario.unite(*clients, newcomer)

@@ -1,0 +1,350 @@
+"""Tests of the training state: schedule, updates, snapshots, and states that do not fit."""
+
+import math
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+
+import pytest
+import torch
+from hivemind.compression import deserialize_torch_tensor
+
+from cotrain.arguments import HyperparameterArguments
+from cotrain.training.builders import (
+    build_local_optimizer,
+    build_param_groups,
+    build_scheduler,
+    initialize_optimizer_state,
+)
+from peerstep.state import StateLoadError, TrainingStateAverager, all_finite, set_schedule
+from peerstep.wire import check_tensor
+from tests.support.models import build_model
+from tests.support.offline import offline_averager
+from tests.support.state import CONFIG, arguments, fill_gradients, fill_parameters, flat, learning_rates, snapshot
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+# Schedule
+
+
+def build_schedule():
+    args = arguments(warmup_steps=10, total_steps=50)
+    return build_scheduler(build_local_optimizer(build_param_groups(torch.nn.Linear(2, 2), 0.0), args), args)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_one_value_that_is_not_finite_is_found(device, dtype, value):
+    tensors = [tensor.to(device) for tensor in (torch.zeros(100, dtype=dtype), torch.ones(3, 50, dtype=dtype))]
+    tensors.append(torch.tensor([7], device=device))
+    assert all_finite(tensors)
+    tensors[1][2, 49] = value
+    assert not all_finite(tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_large_values_are_finite(dtype):
+    largest = torch.finfo(dtype).max
+    assert all_finite([torch.full((1000,), largest, dtype=dtype), torch.full((10,), -largest, dtype=dtype)])
+    assert all_finite([]) and all_finite([torch.empty(0, dtype=dtype)])
+
+
+def test_schedule_is_that_of_stepping_to_the_same_step():
+    direct = build_schedule()
+    for epoch in (50, 0, 1, 60, 9, 10, 11, 49):  # forwards and backwards
+        stepped = build_schedule()
+        for _ in range(epoch):
+            stepped.step()
+        set_schedule(direct, epoch)
+        for scheduler in (direct, stepped):
+            assert (scheduler.last_epoch, scheduler._step_count) == (epoch, epoch + 1)
+        assert learning_rates(direct.optimizer) == learning_rates(stepped.optimizer)
+        assert direct.get_last_lr() == stepped.get_last_lr() == learning_rates(direct.optimizer)
+    direct.step()
+    assert learning_rates(direct.optimizer) == [0.0, 0.0]
+
+
+def test_step_number_of_a_state_costs_no_time_and_may_be_lower():
+    averager = offline_averager()
+    metadata, tensors = snapshot(averager)
+    averager.scheduler.step = lambda: pytest.fail("it takes each step of the schedule")
+    averager.restore({**metadata, "epoch": 10**6}, tensors)
+    assert averager.local_epoch == 10**6
+    assert learning_rates(averager.optimizer) == [0.0, 0.0]
+    for go_back in (lambda: averager.restore({**metadata, "epoch": 500}, tensors),
+                    lambda: averager.sync_with_main_parameters(500)):  # fmt: skip
+        averager.restore({**metadata, "epoch": 900}, tensors)
+        go_back()
+        assert averager.local_epoch == averager.applied_epoch == snapshot(averager)[0]["epoch"] == 500
+        assert learning_rates(averager.optimizer) == pytest.approx([0.005, 0.005])
+
+
+# Updates
+
+
+@pytest.mark.parametrize("optimizer", ["lamb", "adamw"])
+@pytest.mark.parametrize("are_averaged", [False, True])
+def test_updates_are_those_of_one_process(optimizer, are_averaged):
+    """With `are_averaged`, each update starts from the averaged parameters of a group."""
+    args = arguments(optimizer=optimizer, warmup_steps=2, total_steps=5)
+    averager = offline_averager(hyperparameter_args=args)
+    alone = build_local_optimizer(build_param_groups(build_model(CONFIG, "run"), args.weight_decay), args)
+    scheduler = build_scheduler(alone, args)
+    own = [parameter for group in alone.param_groups for parameter in group["params"]]
+    start = flat(own)
+    for epoch in (1, 2, 3, 4):
+        fill_gradients(averager, seed=epoch)
+        averaged = [parameter.detach() * 0.5 for parameter in own] if are_averaged else None
+        averager.apply_update(epoch, averaged)
+        for parameter, other in zip(own, averager._optimized_parameters(), strict=True):
+            parameter.grad = other.grad
+        if are_averaged:
+            with torch.no_grad():
+                torch._foreach_mul_(own, 0.5)
+        alone.step()
+        scheduler.step()
+        assert torch.equal(flat(averager._optimized_parameters()), flat(own))
+        assert learning_rates(averager.optimizer) == learning_rates(alone)
+        assert averager.applied_epoch == epoch and averager.local_epoch == 0
+    assert (flat(own) - start).abs().max() > 1e-3
+    averager._apply_optimizer_parameters_()
+    assert torch.equal(flat(averager.main_parameters), flat(own))
+
+
+def test_update_has_the_learning_rate_of_the_previous_step():
+    averager = offline_averager(hyperparameter_args=arguments(warmup_steps=0, total_steps=10))
+    used = []
+    step = averager.optimizer.step
+    averager.optimizer.step = lambda: (used.extend(learning_rates(averager.optimizer)[:1]), step())
+    for epoch in (1, 5, 3):  # 5: after steps without this peer; 3: after a rollback
+        averager.apply_update(epoch)
+    assert used == pytest.approx([0.010, 0.006, 0.008])
+    assert learning_rates(averager.optimizer) == pytest.approx([0.007, 0.007])
+
+
+@pytest.mark.parametrize("change_state", ["apply_update", "restore"])
+def test_nobody_reads_the_state_in_the_middle_of_an_update_or_a_download(pool, change_state):
+    averager = offline_averager()
+    is_in_the_middle, may_end = threading.Event(), threading.Event()
+
+    def change(epoch: int) -> None:
+        is_in_the_middle.set()
+        may_end.wait(60)
+        fill_parameters(averager, 2.0)
+        averager.applied_epoch = epoch
+
+    averager._set_applied_epoch = change
+    averaged = [torch.full_like(parameter, 2.0) for parameter in averager._optimized_parameters()]
+    averager.copy_state()  # keeps a copy of the state before the update
+    metadata, tensors = snapshot(averager)
+    if change_state == "apply_update":
+        update = pool.submit(averager.apply_update, 1, averaged)
+    else:
+        update = pool.submit(averager.restore, {**metadata, "epoch": 1}, [*averaged, *tensors[len(averaged) :]])
+    assert is_in_the_middle.wait(60)
+    readers = [pool.submit(snapshot, averager), pool.submit(averager.copy_state),
+               pool.submit(averager._apply_optimizer_parameters_)]  # fmt: skip
+    assert not wait(readers, timeout=0.5).done
+    may_end.set()
+    update.result(60)
+    for reader in readers[:2]:
+        metadata, tensors, *_ = reader.result(60)
+        assert metadata["epoch"] == 1
+        assert all((tensor == 2.0).all() for tensor in [*tensors][: len(averaged)])
+    readers[2].result(60)
+    assert all((parameter == 2.0).all() for parameter in averager.main_parameters)
+
+
+def test_offers_and_snapshots_carry_the_applied_step():
+    averager = offline_averager()
+    averager.sync_with_main_parameters(5)
+    averager.local_epoch = 6  # the update to step 6 is still running in the background
+    assert averager.applied_epoch == snapshot(averager)[0]["epoch"] == averager.copy_state()[0]["epoch"] == 5
+
+
+# Copies of the state
+
+
+def test_downloads_of_one_state_share_an_unchanging_copy():
+    averager = offline_averager()
+    fill_gradients(averager, seed=1)
+    averager.apply_update(1)
+    first = averager.copy_state()[1]
+    assert averager.copy_state()[1] is first
+    before = flat(first).clone()
+    fill_gradients(averager, seed=0)
+    averager.apply_update(2)
+    assert torch.equal(flat(first), before)
+    third = averager.copy_state()[1]
+    assert not torch.equal(flat(third), before)
+    averager.restore(*snapshot(averager))
+    assert averager.copy_state()[1] is not third
+
+
+def test_restored_tensors_are_copied():
+    """torch's optimizers would keep and update the tensors that they are given."""
+    averager = offline_averager()
+    state = snapshot(averager)
+    before = flat(state[1]).clone()
+    averager.restore(*state)
+    fill_gradients(averager, seed=0)
+    averager.optimizer.step()
+    assert torch.equal(flat(state[1]), before)
+
+
+def test_statistics_are_restored_in_place():
+    averager = offline_averager(hyperparameter_args=arguments(optimizer="adamw"))
+    fill_gradients(averager, seed=0)
+    averager.apply_update(1)
+    state = snapshot(averager)
+    averager.apply_update(2)
+    before = [value.data_ptr() for value in statistics_of(averager)]
+    averager.restore(*state)
+    assert [value.data_ptr() for value in statistics_of(averager)] == before
+    assert torch.equal(flat(snapshot(averager)[1]), flat(state[1]))
+
+
+def statistics_of(averager: TrainingStateAverager) -> list[torch.Tensor]:
+    values = (value for values in averager.optimizer.state.values() for value in values.values())
+    return [value for value in values if isinstance(value, torch.Tensor) and value.ndim]
+
+
+def test_state_is_saved_without_a_copy(pool):
+    averager = offline_averager()
+    with averager.frozen_state() as (_, tensors):
+        live = [*averager._optimized_parameters(), *statistics_of(averager)]
+        assert [tensor.data_ptr() for tensor in tensors if tensor.ndim] == [tensor.data_ptr() for tensor in live]
+        before, update = flat(tensors).clone(), pool.submit(averager.apply_update, 1)
+        assert not wait([update], timeout=0.3).done and torch.equal(flat(tensors), before)
+    update.result(60)
+
+
+def test_copies_are_as_they_are_sent():
+    averager = offline_averager(compression="float16")
+    live = flat(snapshot(averager)[1]).clone()
+    _, tensors, _ = averager.copy_state()
+    assert {tensor.dtype for tensor in tensors if tensor.numel() > 1} == {torch.float16}
+    assert torch.equal(flat(snapshot(averager)[1]), live)
+
+
+def test_peer_without_space_for_a_copy_says_so(tmp_path):
+    averager = offline_averager(folder=tmp_path / "missing")
+    with pytest.raises(OSError, match=r"^A peer cannot download the state: .*missing"):
+        averager.get_current_state()
+
+
+def test_children_keep_no_copies_of_the_statistics():
+    """They see what this process writes after the fork."""
+    statistics = statistics_of(offline_averager())
+    reading_end, writing_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(reading_end, 1)
+        os._exit(all((value == 2.0).all() for value in statistics))
+    for value in statistics:
+        value.fill_(2.0)
+    os.write(writing_end, b".")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    os.close(reading_end), os.close(writing_end)
+
+
+# Second moments
+
+
+def build_rmsprop(groups: list[dict]) -> torch.optim.Optimizer:
+    optimizer = torch.optim.RMSprop(groups, lr=0.01, momentum=0.9)
+    optimizer.second_moments = ("square_avg",)
+    initialize_optimizer_state(optimizer)
+    return optimizer
+
+
+def transfer(donor: TrainingStateAverager, newcomer: TrainingStateAverager) -> None:
+    """Restore the state of a donor as it arrives at a newcomer."""
+    metadata, tensors, infos = donor.copy_state()
+    messages = [donor.state_compression.compress(*tensor) for tensor in zip(tensors, infos, strict=True)]
+    for message, spec in zip(messages, newcomer.expected_tensors(metadata), strict=True):
+        message.dtype = "float32" if message.dtype == "float16" else message.dtype  # as rpc_download_state does
+        check_tensor(message, spec)
+    tensors = [deserialize_torch_tensor(message) for message in messages]
+    newcomer.unpack_state(tensors)
+    newcomer.restore(metadata, tensors)
+
+
+@pytest.mark.parametrize("compression", ["none", "float16", "scaled_float16"])
+@pytest.mark.parametrize(
+    ("optimizer", "second_moment", "momentum"),
+    [(None, "exp_avg_sq", "exp_avg"), (build_rmsprop, "square_avg", "momentum_buffer")],
+)
+def test_small_second_moments_survive_the_transfer(optimizer, second_moment, momentum, compression):
+    """The update divides by the root of the second moment. Values below 6e-8 would be 0 in float16."""
+    donor, newcomer = (offline_averager(optimizer=optimizer, compression=compression) for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+    for values in donor.optimizer.state.values():
+        values[momentum].fill_(-0.5)
+        shape = values[second_moment].shape
+        values[second_moment].copy_(10 ** (-14 + 8 * torch.rand(shape, generator=generator)))  # from 1e-14 to 1e-6
+    transfer(donor, newcomer)
+    sent, received = (
+        flat([values[second_moment] for values in averager.optimizer.state.values()]) for averager in (donor, newcomer)
+    )
+    assert (received >= 0).all()
+    divisors = [moment.sqrt() + HyperparameterArguments.adam_epsilon for moment in (sent, received)]
+    error = (divisors[1] / divisors[0] - 1).abs()
+    assert error.max() < (1e-4 if compression == "none" else 0.05)
+    assert error.mean() < 0.005
+    assert all((values[momentum] == -0.5).all() for values in newcomer.optimizer.state.values())
+
+
+# Invalid states
+
+
+def test_states_that_do_not_fit_are_refused_whole():
+    averager = offline_averager()
+    metadata, tensors = snapshot(averager)
+    names = metadata["statistics"]
+    before = flat(averager.main_parameters)
+    first, step = len(tensors) - len(names), names.index("step")
+
+    def refuse(match: str, changed_metadata=metadata, changed_tensors=tensors):
+        with pytest.raises(StateLoadError, match=match):
+            averager.restore(changed_metadata, changed_tensors)
+
+    def with_value(index: int, value: float) -> list[torch.Tensor]:
+        return [*tensors[:index], torch.full_like(tensors[index], value), *tensors[index + 1 :]]
+
+    refuse("step number", {**metadata, "epoch": "5"})
+    refuse("step number", {**metadata, "epoch": 10**18})
+    refuse("step number", {**metadata, "epoch": True})
+    refuse("other shapes", changed_tensors=[tensors[0][:-1], *tensors[1:]])
+    refuse("other shapes", changed_tensors=tensors[:3])
+    refuse("other shapes", changed_tensors=tensors[:-1])
+    refuse("other shapes", changed_tensors=[*tensors[:-1], torch.zeros(2)])
+    for statistics in (names[:-1], [*names[1:], names[0]], [1] * len(names), None):
+        refuse("another optimizer", {**metadata, "statistics": statistics})
+    refuse("another optimizer", {"epoch": 1})
+    for index in (0, first, first + step):
+        refuse("not finite", changed_tensors=with_value(index, float("nan")))
+        refuse("not finite", changed_tensors=with_value(index, float("inf")))
+    for index in (first + step, first + names.index("exp_avg_sq")):
+        refuse("negative", changed_tensors=with_value(index, -5))
+    refuse("impossible step count", changed_tensors=with_value(first + step, 2**63 - 1))
+    assert averager.local_epoch == averager.applied_epoch == 0
+    assert torch.equal(before, flat(averager.main_parameters))
+
+    changed = [tensor + 1 for tensor in tensors]
+    learning_rate = averager.optimizer.param_groups[0]["lr"]
+    averager.restore({**metadata, "epoch": 7}, changed)
+    assert averager.local_epoch == averager.applied_epoch == 7
+    assert averager.optimizer.param_groups[0]["lr"] == pytest.approx(learning_rate * 993 / 1000)
+    assert averager.optimizer.param_groups[0]["weight_decay"] == 0.01
+    assert torch.equal(flat(averager.main_parameters), flat(changed[: len(averager.main_parameters)]))
+    assert torch.equal(flat(snapshot(averager)[1]), flat(changed))
+    assert {type(values["step"]) for values in averager.optimizer.state.values()} == {int}

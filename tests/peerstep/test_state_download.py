@@ -1,0 +1,520 @@
+"""Tests of the download of the training state, from good, faulty and lying donors."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hivemind.dht.crypto import RSASignatureValidator
+from hivemind.proto.averaging_pb2 import DownloadData, DownloadRequest
+from hivemind.utils import MSGPackSerializer
+from hivemind.utils.crypto import RSAPrivateKey
+from hivemind.utils.timed_storage import ValueWithExpiration
+
+from cotrain.training import builders
+from peerstep import wire
+from peerstep.comparison import agrees, choose_elements, pack_elements
+from peerstep.records import signer_of
+from peerstep.state import StateLoadError, TrainingStateAverager
+from peerstep.state_download import StateDownload, rank_donors
+from tests.support.models import build_model
+from tests.support.offline import offline_averager
+from tests.support.peers import wait_until
+from tests.support.state import (
+    CONFIG,
+    arguments,
+    fill_gradients,
+    fill_parameters,
+    flat,
+    learning_rates,
+    offer,
+    snapshot,
+)
+
+
+def statistics(averager: TrainingStateAverager) -> list:
+    state = averager.optimizer.state_dict()["state"]
+    return [float(value) if torch.tensor(value).ndim == 0 else value for entry in state.values()
+            for _, value in sorted(entry.items())]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+@pytest.mark.parametrize("optimizer", ["lamb", "adamw"])
+@pytest.mark.parametrize(("compression", "tolerance"), [("none", 1e-6), ("float16", 2e-3)])
+@pytest.mark.parametrize("offload_optimizer", [True, False], ids=["trainer", "observer"])
+def test_state_survives_the_transfer(donors, optimizer, compression, tolerance, offload_optimizer):
+    """LAMB's statistics are tensors, or numbers where a norm is zero. Float16 has no exact step counts above 2048."""
+    options = {"hyperparameter_args": arguments(optimizer=optimizer), "compression": compression}
+    donor = donors.add(**options)
+    newcomer = donors.add(**options, offload_optimizer=offload_optimizer)
+    for epoch in (1, 2):
+        fill_gradients(donor, seed=epoch)
+        donor.apply_update(epoch)
+    for entry in donor.optimizer.state.values():
+        entry["step"] += 5000  # an integer in LAMB, a tensor in AdamW
+    donor._apply_optimizer_parameters_()
+    offer(donor, step=2)
+    assert newcomer.load_state_from_peers()
+    assert newcomer.local_epoch == newcomer.applied_epoch == 2
+    assert learning_rates(newcomer.optimizer) == learning_rates(donor.optimizer)
+    assert torch.allclose(flat(newcomer.main_parameters), flat(donor.main_parameters), rtol=tolerance, atol=1e-6)
+    ours, theirs = statistics(newcomer), statistics(donor)
+    assert len(ours) == len(donor._optimized_parameters()) * (6 if optimizer == "lamb" else 3)
+    for own, other in zip(ours, theirs, strict=True):
+        assert torch.allclose(torch.as_tensor(own), torch.as_tensor(other), rtol=tolerance, atol=1e-6)
+    assert {float(entry["step"]) for entry in newcomer.optimizer.state.values()} == {5002.0}
+    for averager in (donor, newcomer):
+        fill_gradients(averager, seed=3)
+        averager.apply_update(3)
+    assert torch.allclose(
+        flat(newcomer._optimized_parameters()), flat(donor._optimized_parameters()), rtol=10 * tolerance, atol=1e-3
+    )
+
+
+def test_newcomer_that_finds_no_donor_starts_at_once(donors, clock):
+    """The state of a client cannot be downloaded."""
+    newcomer, client = donors.add(), donors.add(client_mode=True)
+    with pytest.raises(ValueError, match="client mode"):
+        client.allow_state_sharing = True
+    assert not newcomer.load_state_from_peers()
+    assert clock.now < 5
+
+
+async def be_silent(_messages: AsyncIterator) -> AsyncIterator:
+    await asyncio.sleep(1000.0)
+    yield
+
+
+def test_silent_donor_is_passed_over_and_without_any_ours_stays(donors, clock):
+    """The first donor stops answering and the second answers; then neither answers."""
+    silent, good = donors.add(be_silent), donors.add()
+    newcomer = donors.add(donor_timeout=1.0, download_timeout=4.0)
+    fill_gradients(good, seed=0)
+    good.apply_update(1)
+    good._apply_optimizer_parameters_()
+    offer(silent, step=1, priority=100.0)  # highest priority: asked first
+    offer(good, step=1)
+    assert newcomer.load_state_from_peers()
+    assert newcomer.local_epoch == 1
+    assert torch.equal(flat(newcomer.main_parameters), flat(good.main_parameters))
+    before, started, good.behaviour = flat(newcomer.main_parameters), clock.now, be_silent
+    assert not newcomer.load_state_from_peers(min_epoch=1)
+    assert clock.now - started < 5
+    assert torch.equal(flat(newcomer.main_parameters), before)
+    assert newcomer.local_epoch == 1
+
+
+def test_trainer_does_not_download_a_state_of_its_own_step(donors):
+    """Trainers that resumed from older checkpoints offer the state that they have just received from this one."""
+    donor, resumed = donors.add(), donors.add()
+    offer(donor, step=16)
+    resumed.sync_with_main_parameters(16)
+    assert not resumed.load_state_from_peers()
+    offer(donor, step=17)
+    assert resumed.load_state_from_peers() and resumed.local_epoch == 17
+
+
+async def trickle(messages: AsyncIterator) -> AsyncIterator:
+    async for message in messages:
+        yield message
+        await asyncio.sleep(0.9)
+
+
+async def break_off(messages: AsyncIterator) -> AsyncIterator:
+    for _ in range(3):
+        yield await anext(messages)
+
+
+async def fail(messages: AsyncIterator) -> AsyncIterator:
+    yield await anext(messages)
+    raise ConnectionResetError("as when the donor's process dies")
+
+
+def test_download_that_breaks_off_is_tried_again(donors):
+    """The donor may be the only peer with the run's state; a newcomer without it would begin a second run."""
+    behaviours = iter([break_off])
+    donor, newcomer = donors.add(lambda messages: next(behaviours, aiter)(messages)), donors.add()
+    offer(donor, step=5)
+    assert newcomer.load_state_from_peers() and newcomer.local_epoch == 5
+
+
+@pytest.mark.parametrize("behaviour", [trickle, break_off, fail])
+def test_unfinished_download_takes_bounded_time_and_changes_nothing(donors, clock, behaviour):
+    donor, newcomer = donors.add(behaviour), donors.add(donor_timeout=1.0, download_timeout=3.0)
+    offer(donor, step=5)
+    before = flat(snapshot(newcomer)[1])
+    assert not newcomer.load_state_from_peers()
+    assert clock.now < 8
+    assert newcomer.local_epoch == 0
+    assert torch.equal(before, flat(snapshot(newcomer)[1]))
+
+
+def test_donor_that_trickles_leaves_the_others_their_time(donors):
+    slow, good = donors.add(trickle), donors.add()
+    newcomer = donors.add(download_timeout=12.0)
+    offer(slow, step=5, priority=100)
+    offer(good, step=5)
+    donor, _, _ = newcomer.download_state()
+    assert donor == str(good.peer_id)
+
+
+def make_download(
+    *dials: Exception | None, timeout: float = 100.0, credible_epoch: int | None = None
+) -> StateDownload:
+    """Build a download that has dialed further donors, with these results."""
+    averager = SimpleNamespace(donor_timeout=60.0, max_metadata_bytes=100, serializer=MSGPackSerializer)
+    download = StateDownload(averager, 0, credible_epoch, timeout=timeout)
+    for number, result in enumerate(dials):
+        download._dials[number] = Future()
+        download._dials[number].set_result(result)
+        download._queue.append(number)
+    return download
+
+
+@pytest.mark.parametrize(
+    ("elapsed", "fraction", "is_too_slow"),
+    [(5, 0.0, False), (11, 0.0, True), (50, 0.6, True), (50, 0.7, False), (90, 1.0, True), (70, 0.95, False)],
+)
+def test_slow_donor_is_abandoned_for_reachable_donors(clock, elapsed, fraction, is_too_slow):
+    for dials in ([OSError(), None], [OSError()], []):
+        download = make_download(*dials, timeout=100 - elapsed)
+        with pytest.raises(ConnectionError) if is_too_slow and None in dials else nullcontext():
+            download._check_pace(download.started - elapsed, fraction)
+
+
+def test_donor_may_be_silent_for_a_quarter_of_the_time_while_others_are_left(clock):
+    assert make_download(None)._max_silence() == 25.0
+    assert make_download(OSError())._max_silence() == 60.0
+
+
+def test_offers_of_nonexistent_peers_take_little_time(donors, clock, monkeypatch):
+    monkeypatch.setattr(StateDownload, "MAX_DIALS", 3)
+    donor, newcomer = donors.add(), donors.add(download_timeout=120.0)
+    offer(donor, step=5)
+    signers = (RSASignatureValidator(RSAPrivateKey()).local_public_key for _ in range(9))
+    donors.offers = dict.fromkeys(signers, float(2**31 - 1))
+    assert newcomer.load_state_from_peers() and newcomer.local_epoch == 5
+    assert clock.now < 9 * donors.DIAL_SECONDS, "three are dialed at a time"
+
+
+def test_download_that_takes_longer_than_a_step_is_of_one_step(donors):
+    begun, may_continue = threading.Event(), threading.Event()
+
+    async def pause(messages: AsyncIterator) -> AsyncIterator:
+        yield await anext(messages)
+        begun.set()
+        await asyncio.to_thread(may_continue.wait, 60)
+        async for message in messages:
+            yield message
+
+    donor, newcomer = donors.add(pause), donors.add()
+    metadata, tensors = snapshot(donor)
+    donor.restore({**metadata, "epoch": 5}, [torch.ones_like(tensor) for tensor in tensors])
+    donor.state_sharing_priority, donor.allow_state_sharing = 5, True
+    download = donors.pool.submit(newcomer.download_state)
+    assert begun.wait(60)
+    fill_gradients(donor, seed=0)
+    donor.optimizer.step()
+    fill_parameters(donor, 2.0)
+    may_continue.set()
+    _, metadata, tensors = download.result(60)
+    assert metadata["epoch"] == 5
+    assert all((tensor == 1.0).all() for tensor in tensors)
+
+
+# Credible steps
+
+
+def test_donor_of_a_doubtful_step_is_the_last_resort(donors):
+    honest, liar, newcomer = donors.add(), donors.add(), donors.add(donor_timeout=1.0)
+    offer(honest, step=7)
+    offer(liar, step=30_000)
+
+    def downloaded_step() -> int | None:
+        state = newcomer.download_state()
+        return None if state is None else state[1]["epoch"]
+
+    assert downloaded_step() == 30_000, "nothing is known"
+    for known, expected in ((5, 7), (7, 7), (None, 30_000), (30_000, 30_000)):
+        newcomer.credible_epoch = lambda known=known: known
+        assert downloaded_step() == expected
+    newcomer.credible_epoch = lambda: 7
+    offer(liar, step=30_000, priority=8)  # a credible priority, but not a credible step in the state
+    assert downloaded_step() == 7
+    honest.behaviour = be_silent
+    assert downloaded_step() == 30_000, "nobody else has told a step"
+    honest.allow_state_sharing = False
+    assert downloaded_step() == 30_000, "nobody else offers a state"
+
+
+def test_doubtful_step_is_refused_although_the_credible_donor_fails(donors):
+    honest, liar, newcomer = donors.add(break_off), donors.add(), donors.add()
+    offer(honest, step=7)
+    offer(liar, step=30_000)
+    newcomer.credible_epoch = lambda: 7
+    assert newcomer.download_state() is None
+    newcomer.credible_epoch = lambda: None
+    assert newcomer.download_state()[1]["epoch"] == 30_000
+
+
+# Comparison with other peers
+
+
+@pytest.mark.parametrize(("num_honest", "expected"), [(3, 1.0), (1, -1.0)])
+def test_state_that_most_other_donors_contradict_is_the_last_resort(donors, num_honest, expected):
+    """Two liars offer the same false state, at a higher priority. Against one honest peer they are the majority."""
+    for value, priority, number in ((-1.0, 5, 2), (1.0, 4, num_honest)):
+        for _ in range(number):
+            donor = donors.add()
+            fill_parameters(donor, value + 0.01 * number)  # honest peers differ, and are a step apart
+            donor._apply_optimizer_parameters_()
+            offer(donor, step=5, priority=priority)
+    newcomer = donors.add()
+    _, _, tensors = newcomer.download_state(credible_epoch=5)
+    assert torch.sign(tensors[0].flatten()[0]) == expected
+
+
+def test_donor_whom_the_only_other_one_contradicts_is_used_all_the_same(donors):
+    for value in (1.0, -1.0):
+        fill_parameters(donor := donors.add(), value)
+        donor._apply_optimizer_parameters_()
+        offer(donor, step=5)
+    assert donors.add().download_state() is not None
+
+
+@pytest.mark.parametrize("optimizer", ["lamb", "adamw"])
+@pytest.mark.parametrize(
+    ("first", "second", "is_alone"),
+    [(1.0, 0.0, False), (1e-8, 1.0, False), (1e3, 1.0, False), (1.0, 1e6, False), (6e4, 0.0, True), (1.0, -1.0, True)],
+)
+def test_state_with_false_statistics_is_not_used(donors, optimizer, first, second, is_alone):
+    """Its parameters are right. With the statistics, the next update moved the weights as the donor liked.
+
+    :param first, second: multiples of the honest moments
+    :param is_alone: whether it is refused without another donor
+    """
+    options = {"hyperparameter_args": arguments(optimizer=optimizer)}
+    for step in (12, 12, 20) if not is_alone else (12,):  # the liar is the first one
+        donor = donors.add(**options)
+        for number in range(1, step + 1):  # noise, in which first moments ten steps apart are unrelated
+            fill_gradients(donor, seed=number)
+            donor.apply_update(number)
+        fill_parameters(donor, 0.5)
+        donor._apply_optimizer_parameters_()
+        offer(donor, step=5, priority=6 - len(donors.averagers))
+    newcomer = donors.add(**options)
+    liar = next(iter(donors.averagers.values()))
+    assert newcomer.download_state(credible_epoch=20)[0] == str(liar.peer_id), "without the lie"
+    for values in liar.optimizer.state.values():
+        values["exp_avg"] *= first
+        values["exp_avg_sq"] *= second
+    liar.mark_changed()
+    found = newcomer.download_state(credible_epoch=20)
+    assert (found is None) if is_alone else found[0] != str(liar.peer_id)
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.5, 0.999), (0.9, 0.9), (0.0, 0.99), (0.99, 0.95)])
+def test_all_moments_that_gradients_make_are_accepted(betas):
+    """The largest first moment is that of gradients which grow in this way."""
+    averager = offline_averager(hyperparameter_args=arguments(adam_beta1=betas[0], adam_beta2=betas[1]))
+    first = second = 0.0
+    for number in range(60):
+        gradient = 1e-3 * (betas[0] / betas[1]) ** (59 - number)
+        first = betas[0] * first + (1 - betas[0]) * gradient
+        second = betas[1] * second + (1 - betas[1]) * gradient**2
+    for values in averager.optimizer.state.values():
+        values["exp_avg"].fill_(first)
+        values["exp_avg_sq"].fill_(second)
+    averager.check_moments(snapshot(averager)[1])
+
+
+def test_elements_are_chosen_from_all_tensors_by_the_seed():
+    tensors = [torch.arange(5000.0).view(50, 100), torch.arange(5000.0, 5007.0), torch.arange(5007.0, 9000.0)]
+    groups = [tensors, [-tensor for tensor in tensors]]
+    chosen, others = choose_elements(groups, b"seed one")
+    assert torch.equal(chosen, choose_elements(groups, b"seed one")[0]) and not torch.equal(chosen, -others)
+    assert not torch.equal(chosen, choose_elements(groups, b"seed two")[0])
+    assert len(chosen.unique()) > 900 and chosen.min() < 100 and chosen.max() > 8900
+    for count in (0, 9):
+        with pytest.raises(ValueError):
+            pack_elements(groups, DownloadData(metadata=bytes(count)))
+
+
+async def test_comparisons_are_bounded(donors, clock):
+    donor = donors.add()
+    offer(donor, step=5)
+    requests = [SimpleNamespace(remote_id=bytes([number])) for number in range(20)]
+
+    async def ask(context: SimpleNamespace) -> bool:
+        answer = await donor.rpc_compare_state(DownloadData(metadata=bytes(8)), context)
+        return bool(answer.tensor_part.buffer)
+
+    answers = [await ask(context) for context in requests for _ in range(9)]
+    assert answers[:9] == [True] * 8 + [False] and answers[9] and sum(answers) == donor.MAX_COMPARISONS_OF_ALL
+    clock.now += 1.0
+    assert await ask(requests[0])
+
+
+@pytest.mark.parametrize("number", [1, 2])
+async def test_slow_downloads_do_not_hold_most_places(donors, monkeypatch, clock, number):
+    """Eight keys held all sixteen places with 3 Mbit/s. A single slow reader may go on."""
+    monkeypatch.setattr(TrainingStateAverager, "MAX_UPLOADS_OF_ALL", 2)
+    monkeypatch.setattr(TrainingStateAverager, "LEAST_RATE", 100.0)
+    monkeypatch.setattr(TrainingStateAverager, "BUSY_RATE", 5000.0)
+    donor, received = donors.add(), []
+    offer(donor, step=5)
+
+    async def read(reader: int) -> None:
+        async for _ in donor.rpc_download_state(DownloadRequest(), SimpleNamespace(remote_id=reader)):
+            received.append(reader)
+            await asyncio.sleep(5.0)  # some 1500 bytes a second
+
+    tasks = [asyncio.create_task(read(reader)) for reader in range(number)]
+    await asyncio.sleep(4 * TrainingStateAverager.GRACE_SECONDS)
+    assert any(task.done() for task in tasks) == (number == 2)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert not donor._uploads
+
+
+async def test_downloads_of_a_peer_and_those_that_stall_are_bounded(donors, monkeypatch):
+    """Each keeps a copy of the state."""
+    monkeypatch.setattr(TrainingStateAverager, "GRACE_SECONDS", 0.5)
+    donor, started = donors.add(), []
+    offer(donor, step=5)
+    readers = [SimpleNamespace(remote_id=peer.peer_id) for peer in (donors.add(), donors.add())]
+
+    async def stall(reader: SimpleNamespace) -> None:
+        async for _ in donor.rpc_download_state(DownloadRequest(), reader):
+            started.append(reader)
+            await asyncio.sleep(60)
+
+    tasks = [asyncio.create_task(stall(reader)) for reader in (readers[0], readers[0], readers[0], readers[1])]
+    async with asyncio.timeout(10):
+        await asyncio.wait(tasks)
+    assert [started.count(reader) for reader in readers] == [2, 1]
+    assert [task.cancelled() for task in tasks] == [True, True, False, True]
+    assert not donor._uploads
+
+
+def test_credible_step_grows_with_the_time_of_a_download(clock):
+    download = make_download(credible_epoch=10)
+    assert download.max_epoch == 12
+    clock.now += 100
+    assert download.max_epoch == 112
+    assert make_download().max_epoch == float("inf")
+
+
+def test_donors_are_ranked_by_step_without_malformed_offers():
+    offers = [3, 5.0, 4, 2**31, -1, float("nan"), float("inf"), "6", None, True, 30_000, 5]
+    signers = [RSASignatureValidator(RSAPrivateKey()).local_public_key for _ in offers]
+    offers = [ValueWithExpiration(value, 1e12) for value in offers[:-1]] + [None]
+    unsigned = {"text": offers[0], signer_of(signers[0]).to_bytes(): offers[1]}
+    likely, unlikely = rank_donors(dict(zip(signers, offers, strict=True)) | unsigned, max_epoch=5)
+    assert likely == [signer_of(signers[number]) for number in (1, 2, 0, 9)]
+    assert unlikely == [signer_of(signers[10])]
+    assert rank_donors(b"\xc1", 5) == rank_donors(None, 5) == ([], [])
+
+
+# Invalid states
+
+
+async def send_strings(messages: AsyncIterator) -> AsyncIterator:
+    async for message in messages:
+        message.tensor_part.dtype = "U50000"
+        yield message
+
+
+async def send_another_optimizer(messages: AsyncIterator) -> AsyncIterator:
+    async for message in messages:
+        if message.metadata:
+            metadata = MSGPackSerializer.loads(message.metadata)
+            metadata["statistics"].pop()
+            message.metadata = MSGPackSerializer.dumps(metadata)
+        yield message
+
+
+async def send_forever(messages: AsyncIterator) -> AsyncIterator:
+    async for message in messages:
+        for _ in range(1000):
+            yield message
+
+
+@pytest.mark.parametrize("behaviour", [send_strings, send_another_optimizer, send_forever])
+def test_unexpected_tensors_are_refused_before_they_are_deserialized(donors, monkeypatch, behaviour):
+    deserialized = set()
+    deserialize = wire.deserialize_torch_tensor
+    monkeypatch.setattr(
+        wire, "deserialize_torch_tensor", lambda message: deserialized.add(message.dtype) or deserialize(message)
+    )
+    liar, good, newcomer = donors.add(behaviour), donors.add(), donors.add(download_timeout=60.0)
+    offer(liar, step=5, priority=100)
+    offer(good, step=5)
+    donor, _, _ = newcomer.download_state()
+    assert donor == str(good.peer_id) and deserialized == {"float32", "float64"}
+
+
+@pytest.mark.parametrize("serialized", [b"", b"\xc1", b"x" * 200, MSGPackSerializer.dumps([5])])
+def test_invalid_metadata_are_refused(serialized):
+    download = make_download()
+    with pytest.raises(StateLoadError):
+        download._read_metadata(serialized, believe_all=True)
+    assert download._read_metadata(MSGPackSerializer.dumps({"epoch": 5}), believe_all=True) == {"epoch": 5}
+
+
+def test_download_closes_the_stream_when_complete_and_ends_with_its_averager(build_swarm, monkeypatch):
+    monkeypatch.setattr(TrainingStateAverager, "LINGER_SECONDS", 10_000.0)
+    swarm = build_swarm()
+    donor, newcomer = (trainer.optimizer.state_averager for trainer in swarm.add_several(False, False))
+    offer(donor, step=5)
+    wait_until(lambda: newcomer.download_state(), 60, "the offer")
+    assert newcomer.load_state_from_peers()
+    asked, copy_state = threading.Event(), donor.copy_state
+    donor.copy_state = lambda: (asked.set(), copy_state())[1]
+    with donor.lock_averaged_tensors:
+        answer = swarm.pool.submit(newcomer.download_state)
+        assert asked.wait(60) and not answer.done()
+        newcomer.shutdown()
+        assert answer.result(60) is None
+
+
+def test_newcomer_compares_the_state_of_a_donor_with_those_of_others(build_swarm):
+    """The donor with the highest step is asked first. Its parameters differ from those of the two others."""
+    swarm = build_swarm()
+    *honest, liar = swarm.add_several(False, False, False)
+    swarm.global_step(4, 4, 4)
+    fill_parameters(liar.optimizer.state_averager, 7.0)
+    liar.optimizer.state_averager.offer(priority=2)
+    newcomer = swarm.add()
+    newcomer.join()
+    assert torch.equal(newcomer.parameters, honest[0].parameters)
+
+
+def test_monitor_compares_with_the_state_that_it_offers(build_swarm, monkeypatch):
+    """Its averager's process must see what the monitor has loaded since the process was forked."""
+    monkeypatch.setattr(builders, "supervise", lambda *_args, **_options: nullcontext())  # it ends the process
+    swarm = build_swarm()
+    trainer = swarm.add()
+    trainer.optimizer.load_state_from_peers()
+    fill_parameters(trainer.optimizer.state_averager, 7.0)
+    for values in trainer.optimizer.state_averager.optimizer.state.values():
+        values["exp_avg"].fill_(1e-3)
+        values["exp_avg_sq"].fill_(1e-4)
+    trainer.optimizer.state_averager.offer(priority=1)
+    peer, seed = swarm.borrow(), bytes(8)
+    with builders.open_observer(build_model(CONFIG, "run"), peer, swarm.run_id, arguments(), 60.0) as observer:
+        assert observer.load_state_from_peers(min_epoch=0)
+        observer.offer(priority=1)
+
+        async def ask() -> DownloadData:
+            p2p = await trainer.optimizer.dht.replicate_p2p()
+            stub = type(observer).get_stub(p2p, observer.peer_id, namespace=observer.prefix)
+            return await stub.rpc_compare_state(DownloadData(metadata=seed))
+
+        averager = trainer.optimizer.state_averager
+        assert agrees(averager.groups(averager._tensors()), seed, asyncio.run(ask()))

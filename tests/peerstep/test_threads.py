@@ -1,0 +1,145 @@
+"""Periodic background threads."""
+
+import os
+import threading
+import time
+from multiprocessing import RawValue
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+from cotrain.common.errors import TEMPORARY, TemporaryError, UserError
+from cotrain.peer.peer import supervise
+from peerstep import processes
+from peerstep.processes import Watchdog
+from peerstep.threads import PeriodicThread
+from tests.support.peers import local_optimizer, local_peer, wait_until
+
+
+class Counting(PeriodicThread):
+    def __init__(self, period: float):
+        super().__init__(period)
+        self.number = 0
+        self.reached = threading.Event()
+
+    def work(self) -> None:
+        self.number += 1
+        if self.number == 3:
+            self.period = 60.0
+            self.reached.set()
+
+
+def test_works_until_it_is_stopped_and_may_change_its_period():
+    thread = Counting(period=0.01)
+    assert thread.daemon and thread.name == "Counting"
+    thread.start()
+    assert thread.reached.wait(60)
+    started = time.monotonic()
+    thread.stop()  # within the period of a minute
+    thread.join(30)
+    assert not thread.is_alive() and time.monotonic() - started < 30 and thread.number == 3
+
+
+class Child:
+    """Fake process that dies on request."""
+
+    def __init__(self):
+        self.pid, self.lives, self.beats = os.getpid(), True, RawValue("Q", 0)
+
+    def is_alive(self) -> bool:
+        return self.lives
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """Record the exit codes with which a watchdog would end this process."""
+    codes = []
+    monkeypatch.setattr(processes.os, "_exit", codes.append)
+    return codes
+
+
+def test_death_of_a_child_ends_the_process(ended, caplog):
+    child = Child()
+    watchdog = Watchdog({"DHT": Child(), "averager": child})
+    watchdog.work()
+    assert ended == []
+    child.lives = False
+    watchdog.work()
+    assert ended == [TEMPORARY] and "The averager process has died" in caplog.text
+    watchdog.stop()
+    watchdog.work()
+    assert len(ended) == 1, "it was asked to stop"
+
+
+def test_hang_ends_the_process(ended, caplog, monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(processes.time, "monotonic", lambda: clock.now)
+    watchdog = Watchdog({}, longest_wait=600.0)
+    for clock.now in (599.0, 1198.0):
+        watchdog.work()
+        watchdog.record_work()
+    clock.now = 1799.0
+    watchdog.work()
+    assert ended == [TEMPORARY] and "Nothing was done for 600 seconds: this peer hangs" in caplog.text
+
+
+def test_child_that_hangs_ends_the_process_and_a_pause_of_all_does_not(ended, caplog, monkeypatch):
+    clock, child, other = SimpleNamespace(now=0.0), Child(), Child()
+    monkeypatch.setattr(processes.time, "monotonic", lambda: clock.now)
+    watchdog = Watchdog({"DHT": other, "averager": child})
+    for check in range(3 * Watchdog.MAX_SILENCE):
+        other.beats.value += 1
+        child.beats.value += check % (Watchdog.MAX_SILENCE - 1) == 0
+        clock.now += 1000.0  # nobody works while the machine sleeps, the watchdog does not either
+        watchdog.work()
+    assert ended == []
+    for _ in range(Watchdog.MAX_SILENCE):
+        other.beats.value += 1
+        watchdog.work()
+    assert set(ended) == {TEMPORARY} and "The averager process hangs or was stopped" in caplog.text
+
+
+@pytest.mark.peers
+def test_stopped_children_are_noticed(monkeypatch, tmp_path):
+    ended = []
+    monkeypatch.setattr(processes, "end_process", lambda *end: ended.append(end))
+    model = torch.nn.Linear(2, 2)
+    with local_peer(tmp_path, "run") as peer, local_optimizer(model, peer, 4, target_batch_size=4) as optimizer:
+        children = {"DHT": peer.dht, **optimizer.processes}
+        assert len(children) == 3
+        for name, child in children.items():
+            watchdog, process = Watchdog({name: child}), psutil.Process(child.pid)
+            enough = child.beats.value + 2
+            wait_until(lambda child=child, enough=enough: child.beats.value >= enough, 120, "beats of an idle child")
+            process.suspend()
+            wait_until(lambda process=process: process.status() == psutil.STATUS_STOPPED, 60, "its stop")
+            for _ in range(Watchdog.MAX_SILENCE + 1):
+                assert ended == []
+                watchdog.work()
+            process.resume()
+            code, message, _ = ended.pop()
+            assert code == TEMPORARY and f"The {name} process hangs or was stopped" in message
+
+
+@pytest.mark.parametrize(
+    ("lives", "error", "raised", "code"),
+    [
+        (True, ValueError("a bug"), ValueError, 1),
+        (True, UserError("a wrong file"), UserError, 1),
+        (True, TemporaryError("nobody answers"), TemporaryError, TEMPORARY),
+        (False, OSError("handle is closed"), TemporaryError, TEMPORARY),
+        (False, UserError("the parameters are not finite"), UserError, TEMPORARY),
+    ],
+)
+def test_error_that_follows_from_a_death_may_pass(monkeypatch, lives, error, raised, code):
+    """The exit code is also that of a process whose shutdown takes too long."""
+    codes = []
+    monkeypatch.setattr("cotrain.peer.peer.exit_after", lambda _seconds, code, _why: codes.append(code))
+    monkeypatch.setattr(Watchdog, "start", lambda self: None)
+    child = Child()
+    with pytest.raises(raised), supervise({"DHT": child}, seconds=1.0, exit_code=1):
+        child.lives = lives
+        raise error
+    assert codes == [code]

@@ -1,0 +1,80 @@
+"""Tests of workarounds for hivemind that need no round."""
+
+import logging
+import math
+from types import SimpleNamespace
+
+import pytest
+from hivemind.utils import MPFuture
+
+from cotrain.common.logs import TracebackFilter
+from peerstep.base import SafeAverager
+from peerstep.matchmaking import RoundControl
+from peerstep.optimizer import CollaborativeOptimizer
+from peerstep.records import get_dictionary
+
+
+def test_scaler_of_hivemind_is_refused():
+    """accelerate's wrapper hides hivemind's scaler from the optimizer, which would use scaled gradients."""
+    with pytest.raises(ValueError, match=r"torch\.amp\.GradScaler"):
+        CollaborativeOptimizer.step(SimpleNamespace(), grad_scaler=object())
+
+
+def make_control() -> RoundControl:
+    trigger, cancel = MPFuture(), MPFuture()  # the first one of a process must not be the control
+    control = RoundControl(
+        number=2**40, scheduled_time=0.0, deadline=math.inf, allow_retries=False, weight=3.0, data_for_gather=b""
+    )
+    control.attach(trigger, cancel)
+    return control
+
+
+def test_round_that_ends_while_it_is_called_off_raises_nothing():
+    control = make_control()
+    control.allow_allreduce()
+    control._cancel.set_result(None)
+    with pytest.raises(Exception, match="CANCEL|FINISHED|state"):
+        control.cancel()
+    control.call_off()
+
+
+def test_round_that_has_timed_out_is_called_off_without_a_warning():
+    """A laptop wakes up after the timeout of the search for a group."""
+    control = make_control()
+    control.set_exception(TimeoutError())
+    assert not control.triggered
+    control.call_off()
+    assert control.triggered, "or hivemind warns when the handle is deleted"
+
+
+def test_rounds_and_averagers_that_were_not_finished_are_deleted_in_silence():
+    """The averager may die before it accepts the round, and memory may lack while it is built."""
+    control = RoundControl(
+        number=1, scheduled_time=0.0, deadline=math.inf, allow_retries=False, weight=3.0, data_for_gather=b""
+    )
+    control.__del__()
+    SafeAverager.__new__(SafeAverager).__del__()
+
+
+def test_handle_of_a_round_keeps_its_values_apart():
+    control = make_control()
+    control.weight = 7.0
+    assert (control.number, control.weight) == (2**40, 7.0)
+
+
+def test_reading_from_a_dht_that_has_died_ends():
+    """hivemind's `get` without `return_future` never returns then."""
+    dht = SimpleNamespace(get=lambda key, latest, return_future=False: MPFuture())
+    assert get_dictionary(dht, "key", timeout=0.1) == {}
+
+
+def test_traceback_of_hivemind_becomes_a_line():
+    try:
+        raise RuntimeError("Peer went\naway")
+    except RuntimeError as error:
+        info, message = (type(error), error, error.__traceback__), error
+    record = logging.LogRecord("hivemind.averaging.averager", logging.ERROR, "", 0, message, None, info)
+    assert TracebackFilter().filter(record)
+    assert record.getMessage() == "Peer went away" and record.levelname == "WARN" and record.exc_info is None
+    own = logging.LogRecord("callback", logging.ERROR, "", 0, "Failed", None, info)
+    assert TracebackFilter().filter(own) and own.exc_info is info and own.levelno == logging.ERROR
