@@ -5,6 +5,7 @@ Peers exchange the optimizer state by position, so all of them must use these bu
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -216,7 +217,7 @@ def build_optimizer(
         averaging_timeout=run_args.averaging_timeout,
         load_state_compression=build_state_compression(run_args.load_state_compression),
         performance_ema_alpha=args.tracker.performance_ema_alpha,
-        tracker_opts={"args": TrackerOptions(**vars(args.tracker)), "believes_weights": not peer.dht.is_open},
+        tracker_opts={"args": TrackerOptions(**asdict(args.tracker)), "believes_weights": not peer.dht.is_open},
         grad_averager_factory=partial(
             RoundAverager, believes_weights=not peer.dht.is_open, **_round_options(training_args, run_args)
         ),

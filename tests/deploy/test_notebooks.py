@@ -157,7 +157,8 @@ def make_repository(folder: Path, trainer: str, monitor: str = "") -> Path:
     shutil.copytree(
         ROOT / "cotrain" / "common", folder / "cotrain" / "common", ignore=shutil.ignore_patterns("__pycache__")
     )
-    for name in ("cotrain/__init__.py", "peerstep/__init__.py", "peerstep/processes.py", "peerstep/threads.py", "cotrain/peer/tunnel.py", "cotrain/data/archive.py", "deploy/join.py",
+    engine = ("peerstep/__init__.py", "peerstep/processes.py", "peerstep/threads.py")
+    for name in (*engine, "cotrain/__init__.py", "cotrain/peer/tunnel.py", "cotrain/data/archive.py", "deploy/join.py",
                  "deploy/trainer.service"):  # fmt: skip
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)

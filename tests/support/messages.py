@@ -31,12 +31,8 @@ def read_templates() -> tuple[str, ...]:
     peerstep replaces hivemind's optimizer, which has some of the same messages.
     """
     (hivemind,) = find_spec("hivemind").submodule_search_locations
-    folders = (
-        ROOT / "cotrain",
-        ROOT / "peerstep",
-        ROOT / "deploy",
-        *(Path(hivemind) / name for name in ("averaging", "dht", "p2p")),
-    )
+    own = (ROOT / name for name in ("cotrain", "peerstep", "deploy"))
+    folders = (*own, *(Path(hivemind) / name for name in ("averaging", "dht", "p2p")))
     paths = [*ROOT.glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))]
     texts = {" ".join(text.split()) for path in paths for text in _texts(ast.parse(path.read_text(encoding="utf-8")))}
     return tuple(text for text in texts if count_letters(text) >= MIN_LETTERS)
