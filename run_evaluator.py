@@ -57,10 +57,11 @@ def main() -> None:
         from cotrain.common.run_folder import claim_folder
         from cotrain.monitoring.evaluation import EvaluationLoop, Evaluator
         from cotrain.monitoring.reporters import Reporters
-        from cotrain.peer.peer import open_peer, supervise
+        from cotrain.peer.peer import open_peer
         from cotrain.peer.run_config import adopt_run_config
         from cotrain.tasks.loading import build_model, load_task
         from cotrain.training.builders import open_observer
+        from peerstep.swarm import supervise
 
         args, peer_args, dataset_args, hyperparameter_args = adopt_run_config(line, stop)
         setup_logging(peer_args.debug)

@@ -124,11 +124,12 @@ def main() -> None:
         from cotrain.monitoring.reporters import Reporters
         from cotrain.monitoring.samples import open_completer, report_samples
         from cotrain.peer import addresses
-        from cotrain.peer.peer import open_peer, supervise
+        from cotrain.peer.peer import open_peer
         from cotrain.peer.run_config import RunConfig, RunConfigRelay, find_run_config
         from cotrain.peer.tunnel import open_tunnel
         from cotrain.tasks.loading import build_model, load_task
         from cotrain.training.builders import open_observer
+        from peerstep.swarm import supervise
 
         arguments, config, is_organiser, is_alone = find_run_config(line, stop, is_monitor=True)
         args, run_args, peer_args = arguments

@@ -64,9 +64,10 @@ def train(
     from cotrain.common.logs import setup_logging
     from cotrain.models.model import read_config
     from cotrain.peer.addresses import log_visible_maddrs
-    from cotrain.peer.peer import open_peer, supervise
+    from cotrain.peer.peer import open_peer
     from cotrain.training.builders import build_optimizer
     from peerstep.base import share_parameters
+    from peerstep.swarm import supervise
     from tests.support.models import build_model
 
     setup_logging(collaboration_args.debug)

@@ -12,14 +12,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from cryptography.hazmat.primitives import serialization
 from hivemind.p2p import PeerID
-from hivemind.proto import crypto_pb2
 from hivemind.proto.auth_pb2 import AccessToken
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 
 from cotrain.common.atomic_files import new_file
 from cotrain.common.errors import UserError
+from peerstep import swarm
+from peerstep.errors import SwarmError
 from peerstep.records import peer_id_of
 
 
@@ -43,34 +43,11 @@ class Invitation:
 
 
 def load_identity(path: Path, flag: str = "--identity_path") -> RSAPrivateKey:
-    """Read a peer's private key, in libp2p's format, or create it if there is none.
-
-    The key determines the peer ID and signs the peer's records, so that a restarted peer keeps its identity.
-
-    :raises UserError: if the file is not a private key; the message names `flag`
-    """
-    if not path.exists():
-        write_private_key(RSAPrivateKey(), path)
-    content = path.read_bytes()
+    """Read or create a peer's private key, see peerstep/swarm.py; a UserError names `flag`."""
     try:
-        return _to_private_key(crypto_pb2.PrivateKey.FromString(content).data)
-    except Exception:  # protobuf and cryptography raise various exceptions
-        raise UserError(
-            f"{flag}: '{path}' is not a peer's private key; remove the file (a new key is written) or pass another"
-        ) from None
-
-
-def _to_private_key(der: bytes) -> RSAPrivateKey:
-    key = RSAPrivateKey.__new__(RSAPrivateKey)
-    key._private_key = serialization.load_der_private_key(der, password=None)
-    key.get_public_key().to_bytes()  # raises for other kinds of keys
-    return key
-
-
-def write_private_key(key: RSAPrivateKey, path: Path) -> None:
-    """Write a private key in libp2p's format, readable only by the owner of the file."""
-    content = crypto_pb2.PrivateKey(key_type=crypto_pb2.KeyType.RSA, data=key.to_bytes()).SerializeToString()
-    write_secret(path, content)
+        return swarm.load_identity(path)
+    except SwarmError as error:
+        raise UserError(str(error).replace("identity_path", flag, 1)) from None
 
 
 def write_secret(path: Path, content: bytes) -> None:
@@ -124,7 +101,7 @@ def load_invitation(path: Path) -> Invitation:
         content = json.loads(path.read_text(encoding="utf-8"))
         invitation = Invitation(
             RSAPublicKey.from_bytes(content["authority"].encode()),
-            _to_private_key(base64.b64decode(content["private_key"])),
+            swarm.to_private_key(base64.b64decode(content["private_key"])),
             AccessToken.FromString(base64.b64decode(content["token"])),
         )
         check_token(invitation.token, invitation.authority, invitation.peer_id)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 from cotrain.common.diagnosis import next_hint
+from peerstep.errors import SwarmError
 from peerstep.processes import EXIT_TEMPORARY as TEMPORARY
 
 # Modules that are in requirements-organiser.txt, but not in requirements.txt.
@@ -24,7 +25,7 @@ INSTALL = {
 }
 
 
-class UserError(Exception):
+class UserError(SwarmError):
     """An error that the user can fix. The message is one line: what is wrong, where, and what to do."""
 
     def _render_traceback_(self) -> list[str]:
@@ -34,6 +35,8 @@ class UserError(Exception):
 
 class TemporaryError(UserError):
     """An error that may pass by itself: another peer or a server did not answer. The exit code is TEMPORARY."""
+
+    retryable = True
 
 
 def require_packages(arguments: Iterable[object]) -> None:
@@ -50,7 +53,7 @@ def first_line(error: BaseException, limit: int | None = 200) -> str:
 
 def describe(error: BaseException) -> str:
     """Return one line for an error, with the remedy where one is known."""
-    if isinstance(error, UserError):
+    if isinstance(error, SwarmError):
         return str(error)
     if isinstance(error, ModuleNotFoundError) and error.name in INSTALL:
         return f"{error.name} is not installed: {INSTALL[error.name]}"
@@ -67,14 +70,14 @@ def report(error: Exception) -> int:
     print(f"{Path(sys.argv[0]).name}: error: {' '.join(message.split())}", file=sys.stderr)
     if (hint := next_hint(message)) is not None:
         print(hint, file=sys.stderr)
-    return TEMPORARY if isinstance(error, TemporaryError) else 1
+    return TEMPORARY if getattr(error, "retryable", False) else 1
 
 
 def report_uncaught_errors() -> None:
     """Let a program that ends with a UserError print one line, as the scripts do. Other errors show a traceback."""
     show = sys.excepthook
     sys.excepthook = lambda kind, *error: (
-        sys.exit(report(error[0])) if issubclass(kind, UserError) else show(kind, *error)
+        sys.exit(report(error[0])) if issubclass(kind, SwarmError) else show(kind, *error)
     )
 
 

@@ -68,7 +68,11 @@ class ConfigSchema(pydantic.BaseModel):
     run_config: dict[BytesWithPublicKey, SignedConfig]
 
 
+def record_schemas(run_id: str) -> list[RunSchemaValidator]:
+    """Return the schemas of the scripts' records."""
+    return [RunSchemaValidator(MetricSchema, prefix=run_id), RunSchemaValidator(ConfigSchema)]
+
+
 def make_validators(run_id: str, private_key: RSAPrivateKey | None = None) -> tuple[list[RecordValidatorBase], bytes]:
     """Build the validators of all records of a run, see `build_validators`."""
-    schemas = [RunSchemaValidator(MetricSchema, prefix=run_id), RunSchemaValidator(ConfigSchema)]
-    return build_validators(run_id, private_key, schemas)
+    return build_validators(run_id, private_key, record_schemas(run_id))

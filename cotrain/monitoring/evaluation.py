@@ -17,13 +17,13 @@ from cotrain.common.backoff import Backoff
 from cotrain.dht.metrics_schema import MAX_NUMBER
 from cotrain.monitoring.aggregation import MAX_SILENCE, MAX_SPREAD
 from cotrain.monitoring.reporters import Reporters
-from cotrain.peer.peer import Peer
 from cotrain.task import Task
 from cotrain.tasks.loading import load_samples
 from peerstep import records as dht_records
 from peerstep.clock import run_time
 from peerstep.progress_record import read_progress
 from peerstep.state import TrainingStateAverager
+from peerstep.swarm import Swarm
 
 logger = get_logger(__name__)
 
@@ -65,7 +65,7 @@ class Evaluator:
 class EvaluationLoop:
     """Periodically downloads the training state from trainers, evaluates it, and reports the result."""
 
-    peer: Peer
+    peer: Swarm
     run_id: str
     averager: TrainingStateAverager  # of an observer, around `model`; it offers no state and joins no group
     model: torch.nn.Module

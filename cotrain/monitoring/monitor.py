@@ -20,7 +20,6 @@ from cotrain.monitoring.hub_upload import HubUploader
 from cotrain.monitoring.parsing import parse_shares
 from cotrain.monitoring.progress_log import ProgressLog
 from cotrain.monitoring.reporters import Reporters
-from cotrain.peer.peer import Peer
 from cotrain.status.client_mode import ClientModeAlarm
 from cotrain.task import Task
 from cotrain.training import checkpoints
@@ -29,6 +28,7 @@ from peerstep import records as dht_records
 from peerstep.clock import run_time
 from peerstep.history import different_marks, read_marks
 from peerstep.state import TrainingStateAverager
+from peerstep.swarm import Swarm
 
 logger = get_logger(__name__)
 
@@ -129,7 +129,7 @@ class CheckpointKeeper:
 class TrainingMonitor:
     """Monitors a run: one report for each global step."""
 
-    peer: Peer
+    peer: Swarm
     run_id: str
     aggregator: MetricsAggregator
     reporter: Reporters

@@ -30,10 +30,11 @@ from cotrain.common.logs import setup_logging
 from cotrain.common.signals import StopSignal
 from cotrain.models.config import is_inline, is_published_name, to_published_model
 from cotrain.peer.addresses import peer_id_in
-from cotrain.peer.peer import Peer, find_own_id, start_peer
+from cotrain.peer.peer import find_own_id, start_peer
 from peerstep.clock import run_time
 from peerstep.progress_record import PROTOCOL
 from peerstep.records import get_dictionary, peer_id_of, signer_of, store_record
+from peerstep.swarm import Swarm
 
 logger = get_logger(__name__)
 
@@ -306,12 +307,12 @@ def refuse_differences(config: RunConfig, arguments: Iterable[object]) -> None:
 class RunConfigRelay:
     """Publishes a run's signed settings, so that newcomers find them at any peer."""
 
-    peer: Peer
+    peer: Swarm
     config: RunConfig | None
     lifetime: float  # seconds until a record expires without the next `publish`
 
     @classmethod
-    def of_run(cls, peer: Peer, arguments: Iterable[object], args: CollaborationArguments) -> "RunConfigRelay":
+    def of_run(cls, peer: Swarm, arguments: Iterable[object], args: CollaborationArguments) -> "RunConfigRelay":
         """Return the relay of a trainer that has joined a run, or begins one and is its organiser."""
         relay = cls(peer, None, args.statistics_expiration)
         if not args.initial_peers:

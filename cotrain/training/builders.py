@@ -29,7 +29,6 @@ from cotrain.arguments import (
     check_compression,
 )
 from cotrain.common.errors import UserError
-from cotrain.peer.peer import Peer, supervise
 from peerstep.base import shared_zeros_like
 from peerstep.compression import COMPRESSIONS
 from peerstep.local_updates import LocalUpdatesOptimizer
@@ -37,6 +36,7 @@ from peerstep.optimizer import CollaborativeOptimizer
 from peerstep.progress import TrackerOptions
 from peerstep.rounds import RoundAverager
 from peerstep.state import TrainingStateAverager
+from peerstep.swarm import Swarm, supervise
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
@@ -177,7 +177,7 @@ def _round_options(hyperparameter_args: HyperparameterArguments, args: Collabora
 
 
 def build_optimizer(
-    model: torch.nn.Module, peer: Peer, batch_size_per_step: int, args: TrainerArguments
+    model: torch.nn.Module, peer: Swarm, batch_size_per_step: int, args: TrainerArguments
 ) -> CollaborativeOptimizer:
     """Build the collaborative optimizer around the local one and its schedule. Call this in the main thread.
 
@@ -246,7 +246,7 @@ def build_state_compression(name: str) -> CompressionBase:
 @contextlib.contextmanager
 def open_observer(
     model: torch.nn.Module,
-    peer: Peer,
+    peer: Swarm,
     run_id: str,
     args: HyperparameterArguments,
     download_timeout: float,

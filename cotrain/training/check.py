@@ -29,7 +29,7 @@ from cotrain.common.diagnosis import diagnose
 from cotrain.common.errors import UserError, describe
 from cotrain.common.signals import StopSignal
 from cotrain.peer.addresses import peer_id_in
-from cotrain.peer.peer import Peer, open_peer
+from cotrain.peer.peer import open_peer
 from cotrain.peer.run_config import adopt_run_config
 from cotrain.peer.tunnel import open_tunnel
 from cotrain.training.builders import open_observer
@@ -38,6 +38,7 @@ from cotrain.training.workload import Workload, load_workload
 from peerstep.progress_record import read_progress
 from peerstep.records import get_records
 from peerstep.redial import find_tcp_endpoint
+from peerstep.swarm import Swarm
 
 REQUIREMENTS = Path(__file__).parents[2] / "requirements.txt"
 MUST_BE_EQUAL = "hivemind"  # peers of other versions may not understand each other; torch may fit the driver
@@ -257,7 +258,7 @@ async def _ping(_dht: DHT, node: DHTNode, peer_id: PeerID) -> str | None:
     return None if found is not None else "it is no peer of this run: ask for the current address or an --invitation"
 
 
-def measure_download(model: torch.nn.Module, peer: Peer, args: TrainerArguments) -> str:
+def measure_download(model: torch.nn.Module, peer: Swarm, args: TrainerArguments) -> str:
     """Download the state of the trainers, and return the speed."""
     timeout = args.collaboration.load_state_timeout
     with open_observer(model, peer, args.collaboration.run_id, args.training, timeout) as averager:

@@ -21,7 +21,6 @@ from cotrain.common.signals import StopSignal
 from cotrain.dht.metrics_schema import history_length
 from cotrain.dht.run_records import LocalMetrics, PeerInfo, RoundStatistics
 from cotrain.peer.addresses import log_visible_maddrs, peer_id_in
-from cotrain.peer.peer import Peer, supervise
 from cotrain.peer.run_config import RunConfigRelay
 from cotrain.status.client_mode import ClientModeAlarm
 from cotrain.status.loss_meter import LossMeter
@@ -37,6 +36,7 @@ from peerstep.optimizer import CollaborativeOptimizer
 from peerstep.processes import Watchdog
 from peerstep.records import signer_of
 from peerstep.state import StateLoadError, all_finite
+from peerstep.swarm import Swarm, supervise
 
 logger = get_logger(__name__)
 
@@ -49,7 +49,7 @@ class TrainingSession:
     each local step, and `leave` at the end. `CollaborativeCallback` makes these calls for transformers' Trainer.
     """
 
-    peer: Peer
+    peer: Swarm
     optimizer: CollaborativeOptimizer
     task: Task
     model: torch.nn.Module
@@ -314,7 +314,7 @@ class TrainingSession:
 
 @contextlib.contextmanager
 def open_session(
-    peer: Peer, optimizer: CollaborativeOptimizer, task: Task, model: torch.nn.Module, args: TrainerArguments,
+    peer: Swarm, optimizer: CollaborativeOptimizer, task: Task, model: torch.nn.Module, args: TrainerArguments,
     stop: StopSignal,
 ) -> Iterator[TrainingSession]:  # fmt: skip
     """Open a trainer's session. The process ends if a child process dies or if no local step is completed for long."""

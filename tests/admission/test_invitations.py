@@ -12,16 +12,11 @@ from hivemind.utils import get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 
 import invite as invite_script
-from cotrain.admission.invitations import (
-    InvitationError,
-    check_token,
-    load_invitation,
-    make_invitation,
-    write_private_key,
-)
+from cotrain.admission.invitations import InvitationError, check_token, load_invitation, make_invitation
 from cotrain.admission.revocations import Revocations, RevocationStore
 from cotrain.common.errors import UserError, run_script
 from invite import InvitationArguments, RevocationArguments
+from peerstep.swarm import write_private_key
 from tests.support.peers import invite
 
 

@@ -23,10 +23,9 @@ from hivemind.utils import MPFuture, MSGPackSerializer, get_dht_time
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import ValueWithExpiration
 
-from cotrain.admission.invitations import load_identity
 from cotrain.common.errors import TemporaryError
 from cotrain.peer import peer as peer_module
-from cotrain.peer.peer import _end
+from peerstep import swarm
 from peerstep.clock import run_time
 from peerstep.node import (
     NUM_BUCKETS,
@@ -37,6 +36,7 @@ from peerstep.node import (
     receive_raw_data,
 )
 from peerstep.records import get_dictionary, store_record
+from peerstep.swarm import _end, load_identity
 from tests.support.peers import local_peer, wait_until
 
 HOP = "/libp2p/circuit/relay/0.2.0/hop"  # what a peer behind NAT asks a relay for
@@ -118,7 +118,7 @@ def test_identity_that_another_peer_uses_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(peer_module, "time", SimpleNamespace(monotonic=lambda: 1000.0 * len(ended)))
     with local_peer(tmp_path / "one", "run") as first:
         address = str(first.dht.get_visible_maddrs()[0])
-        monkeypatch.setattr(peer_module, "_end", lambda dht: ended.append(_end(dht)))
+        monkeypatch.setattr(swarm, "_end", lambda dht: ended.append(_end(dht)))
         copy = shutil.copytree(tmp_path / "one", tmp_path / "three")
         with (
             pytest.raises(TemporaryError, match=f"Identity from `{copy}/identity.key` is already taken"),

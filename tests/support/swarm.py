@@ -17,10 +17,10 @@ from hivemind.utils.crypto import RSAPrivateKey
 
 from cotrain.arguments import ProgressTrackerArguments
 from cotrain.dht.run_records import make_validators
-from cotrain.peer import peer as peer_module
-from cotrain.peer.peer import Peer
 from cotrain.training.builders import build_local_optimizer, build_param_groups, build_scheduler
+from peerstep import swarm as swarm_module
 from peerstep.matchmaking import RoundControl, rank
+from peerstep.swarm import Swarm as Peer
 from tests.support.fakes import make_batch
 from tests.support.models import build_model
 from tests.support.peers import local_optimizer, local_peer, wait_until
@@ -148,11 +148,13 @@ class Network:
         """Start another peer, which ends with `stack`."""
         addresses = (self.address,) if self._peers else ()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(peer_module, "make_validators", make_validators_of_all)
+            patch.setattr(swarm_module, "build_validators", build_validators_of_all)
             return stack.enter_context(local_peer(folder, "run", addresses, client_mode=client_mode))
 
 
-def make_validators_of_all(run_id: str, private_key: RSAPrivateKey) -> tuple[list[RecordValidatorBase], bytes]:
+def build_validators_of_all(
+    run_id: str, private_key: RSAPrivateKey, _schemas
+) -> tuple[list[RecordValidatorBase], bytes]:
     """Build the validators of a peer that swarms with different run IDs use one after the other."""
     (validator,), public_key = make_validators(run_id, private_key)
     schemas = next(part for part in validator._validators if isinstance(part, SchemaValidator))
