@@ -273,12 +273,9 @@ def _visit(
             use_auto_relay=False,  # takes four seconds more
             trusted_relays=[],
         )
-        peer = start_peer(visitor, Path(folder) / "identity.key", True, stop.event)
-        try:
+        with start_peer(visitor, Path(folder) / "identity.key", True, stop.event) as peer:
             records = {subkey: record.value for subkey, record in get_dictionary(peer.dht, KEY).items()}
             return choose(records, set(map(peer_id_in, args.initial_peers)), organiser, run_id)
-        finally:
-            peer.dht.shutdown()
 
 
 def refuse_differences(config: RunConfig, arguments: Iterable[object]) -> None:

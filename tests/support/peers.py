@@ -377,11 +377,8 @@ def local_peer(
 
     options = {"host_maddrs": [LOCAL], "bootstrap_timeout": 60, **options}
     args = BaseTrainingArguments(run_id=run_id, initial_peers=list(initial_peers), **options)
-    peer = start_peer(args, folder / "identity.key", client_mode, threading.Event())
-    try:
+    with start_peer(args, folder / "identity.key", client_mode, threading.Event()) as peer:
         yield peer
-    finally:
-        peer.dht.shutdown()
 
 
 @contextlib.contextmanager
