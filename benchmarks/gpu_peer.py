@@ -150,7 +150,7 @@ def search_largest() -> None:
     device, _ = hf_trainer.choose_devices(training_args)
     model = build_model(RandomTask(dataset_args), "gpu").to(device)
     parameters = [*model.parameters()]
-    accumulator = GradientAccumulator(parameters, [torch.zeros(parameter.shape) for parameter in parameters])
+    accumulator = GradientAccumulator(parameters, [], [torch.zeros(parameter.shape) for parameter in parameters])
     dtype = hf_trainer.autocast_dtype(training_args)
 
     def train(batch_size: int) -> int:

@@ -1,6 +1,6 @@
 """Simulated peers that train one model in one process, with the local and global steps of the trainers. No network.
 
-The local steps are those of LocalUpdatesOptimizer and its accumulator, and the optimizers are those of
+The local steps are those of LocalTraining, and the optimizers are those of
 cotrain/training/builders.py. A round is computed as its reducers do, without the time that it takes.
 """
 
@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -20,13 +19,12 @@ from cotrain.arguments import HyperparameterArguments
 from cotrain.training.builders import (
     COMPRESSIONS,
     build_local_optimizer,
-    build_outer_optimizer,
     build_param_groups,
     build_scheduler,
 )
-from peerstep.accumulators import GradientAccumulator, UpdateAccumulator, clip_norm
+from peerstep.accumulators import GradientAccumulator, clip_norm
 from peerstep.bounds import norm_of
-from peerstep.local_updates import LocalUpdatesOptimizer
+from peerstep.local_updates import LocalTraining, LocalUpdates
 from peerstep.neighbours import NormFilter
 from peerstep.sparse import TopK
 from peerstep.state import set_schedule
@@ -159,7 +157,7 @@ class DataParallelPeers:
         self._compression = COMPRESSIONS[variant.compression]()
         self._step = 0
         self.accumulators = [
-            GradientAccumulator(self.parameters, [torch.zeros_like(p) for p in self.parameters])
+            GradientAccumulator(self.parameters, [], [torch.zeros_like(p) for p in self.parameters])
             for _ in range(variant.peers)
         ]
 
@@ -186,8 +184,8 @@ class DataParallelPeers:
         return self.parameters
 
 
-class LocalTrainer(LocalUpdatesOptimizer):
-    """LocalUpdatesOptimizer's local steps, without DHT, averagers and threads.
+class LocalTrainer(LocalTraining):
+    """A trainer's model and its local steps.
 
     :param theta: parameters of the last global step
     """
@@ -195,26 +193,21 @@ class LocalTrainer(LocalUpdatesOptimizer):
     def __init__(
         self, model: torch.nn.Module, theta: Tensors, args: HyperparameterArguments, project: Callable | None
     ):
-        self._parent_pid = 0  # hivemind's destructor has nothing to shut down
-        self.model = model
-        self._inner_params = build_param_groups(model, args.weight_decay)
-        self._build_inner = partial(build_local_optimizer, args=args)
-        self._build_schedule = partial(build_scheduler, args=args)
-        self.max_local_grad_norm = args.max_grad_norm
-        parameters = parameters_of(self._inner_params)
-        self.state_averager = SimpleNamespace(main_parameters=parameters, local_epoch=0)
-        self.accumulator = UpdateAccumulator(parameters, theta, [torch.zeros_like(p) for p in parameters], project)
-        self._reset_inner()
+        self.model, self.step = model, 0
+        groups = build_param_groups(model, args.weight_decay)
+        builders = partial(build_local_optimizer, args=args), partial(build_scheduler, args=args)
+        contribution = [torch.zeros_like(parameter) for parameter in theta]
+        super().__init__(groups, *builders, args.max_grad_norm, parameters_of(groups), theta, contribution, project)
 
     def train(self, batch: dict[str, torch.Tensor], num_samples: int) -> None:
         self.model.zero_grad()
         self.model(**batch).loss.backward()
-        self._take_local_step(num_samples)
+        self.take_local_step(num_samples, self.step)
 
     def receive_step(self, step: int) -> None:
         """Move the model to the parameters of a global step, plus the local updates that no step has used."""
-        self.state_averager.local_epoch = step
-        self._copy_parameters()
+        self.step = step
+        self.rebase()
 
 
 class LocalUpdatePeers:
@@ -225,17 +218,13 @@ class LocalUpdatePeers:
         self._compression = COMPRESSIONS[variant.compression]()
         groups = copies_of(build_param_groups(build_model(), args.weight_decay))
         self.theta = parameters_of(groups)
-        self.outer = build_outer_optimizer(groups, args)
+        self.outer = LocalUpdates(args.outer_learning_rate, args.outer_momentum).build_outer(groups)
         project = self._compression.project if isinstance(self._compression, TopK) else None
-        self.trainers = [LocalTrainer(build_model(), self.theta, args, project) for _ in range(variant.peers)]
+        self.accumulators = [LocalTrainer(build_model(), self.theta, args, project) for _ in range(variant.peers)]
         self.step = 0
 
-    @property
-    def accumulators(self) -> list[UpdateAccumulator]:
-        return [trainer.accumulator for trainer in self.trainers]
-
     def local_step(self, peer: int, batch: dict[str, torch.Tensor], num_samples: int) -> None:
-        self.trainers[peer].train(batch, num_samples)
+        self.accumulators[peer].train(batch, num_samples)
 
     def begin_round(self, absent: frozenset[int]) -> None:
         """Average the pseudo-gradients.
@@ -262,7 +251,7 @@ class LocalUpdatePeers:
         clip_norm(self._mean, self.args.max_update_norm * float(torch.nn.utils.get_total_norm(self.theta)))
         self.outer.step()
         self.step += 1
-        for trainer in self.trainers:
+        for trainer in self.accumulators:
             trainer.receive_step(self.step)
 
     def global_parameters(self) -> Tensors:

@@ -1,8 +1,12 @@
-"""What a peer has computed since the last round: its contribution to the next one."""
+"""What a peer has computed since the last round: its contribution to the next one.
+
+GradientAccumulator, and LocalTraining in local_updates.py, give the optimizer the same methods.
+"""
 
 import math
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -13,11 +17,22 @@ from peerstep.bounds import MAX_GRADIENT_NORM
 class GradientAccumulator:
     """Sum of the gradients of this peer's samples since the last round. Thread-safe.
 
-    :param contribution: receives the mean gradient for a round; tensors of the parameters' shapes on the CPU
+    :param main_parameters: parameters of the model
+    :param step_parameters, contribution: parameters of the last global step, and what receives the mean gradient for a
+      round; tensors of the same shapes on the CPU
     """
 
-    def __init__(self, main_parameters: Sequence[torch.Tensor], contribution: Sequence[torch.Tensor]):
-        self.main_parameters, self.contribution = tuple(main_parameters), tuple(contribution)
+    name = "gradients"
+    ages = True  # it loses value while the parameters change
+
+    def __init__(
+        self,
+        main_parameters: Sequence[torch.Tensor],
+        step_parameters: Sequence[torch.Tensor],
+        contribution: Sequence[torch.Tensor],
+    ):
+        self.main_parameters, self.step_parameters = tuple(main_parameters), tuple(step_parameters)
+        self.contribution = tuple(contribution)
         self.num_samples = 0  # since the last round
         self.lock = threading.RLock()
         self._sums = [shared_zeros_like(parameter) for parameter in self.main_parameters]
@@ -66,6 +81,26 @@ class GradientAccumulator:
         with self.lock:
             self.num_samples = 0
             torch._foreach_zero_(self._sums)
+
+    def take_local_step(self, num_samples: int, _step: int) -> int:
+        """Use the gradients of the model in a local step of global step `_step + 1`. Return as `add` does."""
+        return self.add(num_samples)
+
+    @torch.no_grad()
+    def rebase(self) -> None:
+        """Set the model to the newest global step."""
+        torch._foreach_copy_(self.main_parameters, self.step_parameters)
+
+    def set_aside(self) -> AbstractContextManager:
+        """Give the model the parameters of the last global step while the context is open: it has them."""
+        return nullcontext()
+
+    def reset(self) -> None:
+        """Start as at the beginning of the run, after the state was replaced."""
+
+    def can_reset(self) -> bool:
+        """Whether parameters of the model that are not finite are due to local updates alone."""
+        return False
 
 
 class UpdateAccumulator:

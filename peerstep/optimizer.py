@@ -15,6 +15,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 
 import hivemind
 import torch
@@ -22,13 +24,17 @@ from hivemind.utils import get_logger
 from threadpoolctl import threadpool_limits
 
 from peerstep.accumulators import GradientAccumulator, clip_norm
+from peerstep.compression import COMPRESSIONS
 from peerstep.coordinator import Outcome, RoundCoordinator, StepRecord
 from peerstep.history import add_mark, different_marks
-from peerstep.progress import WARN_SECONDS, ProgressTracker
+from peerstep.local_updates import LocalTraining, LocalUpdates, step_builders
+from peerstep.optimizer_state import OptimizerBuilder, SchedulerBuilder, build_state_compression, constant_schedule
+from peerstep.progress import WARN_SECONDS, ProgressTracker, TrackerOptions
 from peerstep.progress_record import MAX_DISTANCE, MAX_ROUNDS, PeerProgress
 from peerstep.rounds import RoundAverager, RoundResult
 from peerstep.standing import EQUAL, LACKING
 from peerstep.state import TrainingStateAverager, all_finite
+from peerstep.swarm import Swarm
 
 logger = get_logger(__name__)
 
@@ -54,16 +60,66 @@ def use_one_core() -> None:
 
 
 class CollaborativeOptimizer(hivemind.Optimizer):
-    """hivemind.Optimizer that averages gradients and parameters in one round per global step.
+    """A torch.optim.Optimizer whose steps all peers of a run take together, in one averaging round each.
 
-    :param public_key: the subkey of this peer's records, from `make_validators`
+    `step` adds a local step to the next global step. Once all peers together have `target_batch_size` samples, they
+    average their gradients, and each takes the same step as one process with all samples would. hivemind.Optimizer
+    gives `state_dict`, `param_groups` and `zero_grad`. Build it in the main thread, and call `shutdown` at the end.
+
+    :param params: parameter groups of the model, which is on its device already
+    :param optimizer: builds the optimizer for copies of them on the CPU. A float as `lr`
+    :param swarm: this peer of the run
+    :param target_batch_size: samples of a global step, of all peers together
+    :param batch_size_per_step: samples of a local step; `step` may be told others
+    :param scheduler: builds the schedule of the learning rate over global steps; default: constant
+    :param local_updates: average what each peer has changed by local steps (DiLoCo) instead of gradients
+    :param max_grad_norm: norm to which the average is clipped, or with `local_updates` the gradient of a local step
+    :param gradient_compression, parameter_compression: of rounds, keys of COMPRESSIONS, the same at all peers
+    :param state_compression: of the state that newcomers download from this peer
+    :param average_parameters_every: global steps from one average of the parameters to the next
+    :param target_group_size: peers of a group at most
+    :param bandwidth: upload in Mbit/s; default: measured in rounds
+    :param delay_grad_averaging: compute the next gradients during a round
+    :param delay_optimizer_step: compute the next gradients while the step is taken. Set both or the first to False
     :param batch_size_lead: samples before the target at which the search for a group begins at the latest
-    :param kwargs: of hivemind.Optimizer. `tracker_opts` are further arguments of ProgressTracker, `averager_opts` of
-      TrainingStateAverager; `grad_averager_factory` builds a RoundAverager
+    :param matchmaking_time: seconds before a step is due at which the search for its group starts, and for which a
+      group waits for a late peer; hivemind needs more than 3
+    :param averaging_timeout: seconds after which a round ends with what has arrived, and for which a donor of a state
+      may be silent. A peer that is silent for a quarter of them is left out of the round
+    :param load_state_timeout: seconds for the download of a state
+    :param folder: on a disk, for the copies that others download; default: that for temporary files
     """
 
-    def __init__(self, *, public_key: bytes, batch_size_lead: int = 0, **kwargs):
-        self._public_key = public_key
+    def __init__(
+        self,
+        params: list[dict],
+        optimizer: OptimizerBuilder,
+        swarm: Swarm,
+        *,
+        target_batch_size: int,
+        batch_size_per_step: int,
+        scheduler: SchedulerBuilder = constant_schedule,
+        local_updates: LocalUpdates | None = None,
+        max_grad_norm: float = 1.0,
+        gradient_compression: str = "float16",
+        parameter_compression: str = "float16",
+        state_compression: str = "float16",
+        average_parameters_every: int = 8,
+        target_group_size: int = 256,
+        bandwidth: float | None = None,
+        delay_grad_averaging: bool = True,
+        delay_optimizer_step: bool = True,
+        batch_size_lead: int = 0,
+        matchmaking_time: float = 5.0,
+        averaging_timeout: float = 60.0,
+        load_state_timeout: float = 600.0,
+        tracker_options: TrackerOptions = TrackerOptions(),  # noqa: B008  frozen
+        folder: Path | None = None,
+    ):
+        self._swarm, self._local_updates = swarm, local_updates
+        groups = [dict(group) for group in params]
+        self._build_local = partial(LocalTraining, groups, optimizer, scheduler, max_grad_norm)
+        learning_rate = max(group["lr"] for group in optimizer([dict(group) for group in params]).param_groups)
         self.num_dropped_gradients = 0
         self.num_computed = 0  # samples of the local steps, without those whose gradients were dropped
         self._records: deque[StepRecord] = deque(maxlen=64)  # see pop_records
@@ -89,7 +145,47 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         self._update_lock = threading.RLock()  # held while parameters and statistics change or are copied
         self._wake, self._progressed, self._stopped = threading.Event(), threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
-        super().__init__(**kwargs)
+        super().__init__(
+            dht=swarm.dht,
+            run_id=swarm.run_id,
+            target_batch_size=target_batch_size,
+            batch_size_per_step=batch_size_per_step,
+            params=params,
+            **step_builders(optimizer, scheduler, local_updates),
+            offload_optimizer=True,
+            delay_grad_averaging=delay_grad_averaging,
+            delay_optimizer_step=delay_optimizer_step,
+            client_mode=swarm.dht.client_mode,
+            matchmaking_time=matchmaking_time,
+            averaging_timeout=averaging_timeout,
+            load_state_compression=build_state_compression(state_compression),
+            tracker_opts={"args": tracker_options, "believes_weights": not swarm.dht.is_open},
+            grad_averager_factory=partial(
+                RoundAverager,
+                local_updates=local_updates is not None,
+                believes_weights=not swarm.dht.is_open,
+                max_grad_norm=max_grad_norm if local_updates is None else local_updates.max_norm,
+                learning_rate=learning_rate,
+                max_weight=float(target_batch_size),  # a peer counts for a whole step at most
+                gradient_compression=COMPRESSIONS[gradient_compression](),
+                parameter_compression=COMPRESSIONS[parameter_compression](),
+                average_parameters_every=average_parameters_every,
+                target_group_size=target_group_size,
+                bandwidth=bandwidth,
+                min_matchmaking_time=matchmaking_time,
+                allreduce_timeout=averaging_timeout,
+                # Seconds of silence after which a peer is excluded from a round. hivemind's default is
+                # `matchmaking_time`, which busy machines and slow connections exceed.
+                next_chunk_timeout=max(matchmaking_time, averaging_timeout / 4),
+            ),
+            averager_opts={
+                "initialize_optimizer": False,  # see build_with_statistics
+                "download_timeout": load_state_timeout,
+                "donor_timeout": averaging_timeout,
+                "folder": folder,
+            },
+            verbose=True,
+        )
         self.coordinator = RoundCoordinator(
             self.tracker, self.grad_averager, self.matchmaking_time, self.averaging_timeout, batch_size_lead
         )
@@ -99,12 +195,12 @@ class CollaborativeOptimizer(hivemind.Optimizer):
     # Builders that hivemind.Optimizer calls
 
     def _make_progress_tracker(self, *args, performance_ema_alpha: float, **kwargs) -> ProgressTracker:
-        return ProgressTracker(self.dht, self.run_id, *args, public_key=self._public_key, **kwargs)
+        return ProgressTracker(self.dht, self.run_id, *args, public_key=self._swarm.public_key, **kwargs)
 
     def _make_state_averager(self, **kwargs) -> TrainingStateAverager:
         return TrainingStateAverager(
             dht=self.dht,
-            public_key=self._public_key,
+            public_key=self._swarm.public_key,
             prefix=f"{self.run_id}_state_averager",
             shutdown_timeout=self.shutdown_timeout,
             offload_optimizer=self.offload_optimizer,
@@ -126,11 +222,17 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         )
         for parameter, gradient in zip(self._offloaded_parameters(), averager.gradients, strict=True):
             parameter.grad = gradient
-        self.accumulator = self._make_accumulator(averager)
+        tensors = self.state_averager.main_parameters, self._offloaded_parameters(), averager.gradients
+        if self._local_updates is None:
+            self.accumulator = GradientAccumulator(*tensors)
+        else:
+            self.accumulator = self._build_local(*tensors, project=averager.project)
         return averager
 
-    def _make_accumulator(self, averager: RoundAverager) -> GradientAccumulator:
-        return GradientAccumulator(self.state_averager.main_parameters, averager.gradients)
+    @property
+    def param_groups(self) -> list[dict]:
+        """Groups of the model's parameters, with local updates those of the inner optimizer."""
+        return super().param_groups if self._local_updates is None else self.accumulator.inner.param_groups
 
     def _offloaded_parameters(self) -> list[torch.Tensor]:
         return self.state_averager._optimized_parameters()
@@ -170,12 +272,8 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             return False
         self.num_computed += num_samples
         epoch = self.tracker.local_progress.epoch
-        self.tracker.report_samples(self._take_local_step(num_samples), epoch)
+        self.tracker.report_samples(self.accumulator.take_local_step(num_samples, self.local_epoch), epoch)
         return True
-
-    def _take_local_step(self, num_samples: int) -> int:
-        """Use the gradients of the model, which are finite. Return the samples accumulated for the global step."""
-        return self.accumulator.add(num_samples)
 
     def _patience(self) -> float:
         """Return the seconds for which a local step waits for a global step that is due or runs.
@@ -185,7 +283,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         """
         if not self.delay_grad_averaging:
             return math.inf
-        if self.grad_averager.local_updates or not self._step_seconds:
+        if not self.accumulator.ages or not self._step_seconds:
             return 0.0
         seconds, local = statistics.fmean(seconds for _, seconds in tuple(self._round_times)), self._local_seconds
         # A local step that began before a round hides a part of it: on average all of it, or half of a local step.
@@ -236,17 +334,14 @@ class CollaborativeOptimizer(hivemind.Optimizer):
 
     def _may_begin_step(self) -> bool:
         """Whether the contribution may be loaded now: without delays, gradients only between two local steps."""
-        return self.delay_grad_averaging or self._waits_for_step or self.grad_averager.local_updates
+        return self.delay_grad_averaging or self._waits_for_step or not self.accumulator.ages
 
     def _apply_update(self) -> None:
         """Copy the offloaded parameters to the model, if they are newer."""
         if self._has_update:
             with self._update_lock:
                 self._has_update = False
-                self._copy_parameters()
-
-    def _copy_parameters(self) -> None:
-        self.state_averager._apply_optimizer_parameters_()
+                self.accumulator.rebase()
 
     def finish_pending_update(self) -> None:
         """Wait for the running step, if there is one, and copy its parameters to the model."""
@@ -256,15 +351,20 @@ class CollaborativeOptimizer(hivemind.Optimizer):
     @contextmanager
     def frozen_state(self) -> Iterator[None]:
         """Keep model, parameters and optimizer statistics at one step, with no step running."""
-        with self._step_lock, CollaborativeOptimizer.saved_state(self):
+        with self._step_lock, self._update_lock:
+            self._apply_update()
             yield
 
     @contextmanager
     def saved_state(self) -> Iterator[None]:
-        """Keep them at one step for writing a checkpoint. A round may run: it changes none of them before it ends."""
+        """Give the model the parameters of the last global step, and keep the state there, for writing a checkpoint.
+
+        A round may run: it changes none of them before it ends.
+        """
         with self._update_lock:
             self._apply_update()
-            yield
+            with self.accumulator.set_aside():
+                yield
 
     # Global steps, in the step thread
 
@@ -361,7 +461,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         self.accumulator.confirm()
         self._num_failures = self._num_stuck = 0
         used = round(min(samples, self.grad_averager.max_weight))
-        parameters, kind = None, "updates" if self.grad_averager.local_updates else "gradients"
+        parameters, kind = None, self.accumulator.name
         if outcome == Outcome.AVERAGED:
             self.tracker.record_members(result.members, result.violations)
             used = round(result.weight) if result.distance <= LACKING else None
@@ -418,7 +518,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
 
         Gradients of parameters that lack more updates are too old. Local updates are kept.
         """
-        if self.distance > LACKING and not self.grad_averager.local_updates:
+        if self.distance > LACKING and self.accumulator.ages:
             logger.warning(f"Missed the round of step #{step} as well: dropped {samples} samples that are too old")
             return self.accumulator.num_samples
         logger.info(f"Missed the round of step #{step}: carrying {samples} samples over into the next")
@@ -560,10 +660,16 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             self._has_update, self.distance = False, 0.0
             self._records.clear()
             self.forget_progress()
+            self.accumulator.reset()
 
     def discard_local_updates(self) -> bool:
         """Return to the finite parameters of the last global step; False if the model has them already."""
-        return False
+        with self.frozen_state():
+            if not self.accumulator.can_reset():
+                return False
+            self.forget_progress()
+            self.accumulator.reset()
+            return True
 
     def _follow_clients(self, rival: PeerProgress) -> bool:
         """Join trainers that are all in client mode and thus offer no state; False if one is not.

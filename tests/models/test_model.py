@@ -1,5 +1,7 @@
 """The model and its optimizer, without a network."""
 
+from functools import partial
+
 import pytest
 import torch
 from transformers import AlbertForPreTraining, AutoConfig
@@ -9,7 +11,8 @@ from cotrain.common.errors import UserError
 from cotrain.common.flags import parse_arguments
 from cotrain.models.model import choose_kernels, enable_gradient_checkpointing
 from cotrain.peer.run_config import SETTINGS
-from cotrain.training.builders import build_local_optimizer, build_param_groups, initialize_optimizer_state
+from cotrain.training.builders import build_local_optimizer, build_param_groups
+from peerstep.optimizer_state import build_with_statistics, initialize_optimizer_state
 from tests.support.fakes import make_batch
 from tests.support.families import FAMILIES
 from tests.support.models import build_model
@@ -84,7 +87,7 @@ def test_initializing_the_optimizer_moves_nothing(name):
     model = AlbertForPreTraining(CONFIG)
     before = [parameter.clone() for parameter in model.parameters()]
     args = HyperparameterArguments(learning_rate=0.5, optimizer=name)
-    optimizer = build_local_optimizer(build_param_groups(model, 0.1, name), args)
+    optimizer = build_with_statistics(partial(build_local_optimizer, args=args), build_param_groups(model, 0.1, name))
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
     assert len(optimizer.state) == len(before), "hivemind would take a step to fill it"
     for state in optimizer.state.values():

@@ -9,7 +9,7 @@ from peerstep.accumulators import GradientAccumulator, UpdateAccumulator
 def test_gradients_whose_sum_overflows_are_not_sent():
     """Each gradient was finite. The other peers would ban a peer that sends Inf."""
     parameter, contribution = torch.nn.Parameter(torch.zeros(2)), [torch.ones(2)]
-    accumulator = GradientAccumulator([parameter], contribution)
+    accumulator = GradientAccumulator([parameter], [], contribution)
     for scale, expected in ((1e38, (0, 0.0)), (1.0, (16, 1.0))):
         parameter.grad = torch.full((2,), scale)
         for _ in range(2):

@@ -21,8 +21,7 @@ def test_contribution_is_complete_once_it_is_loaded(accumulator_class, device, s
     """The copy from a GPU, of 256 MiB, must have ended: the averager's process reads the shared memory at once."""
     parameter = torch.zeros(size, device=device)
     shared = torch.zeros(size).share_memory_()
-    states = [[torch.zeros(size)]] if accumulator_class is UpdateAccumulator else []
-    accumulator = accumulator_class([parameter], *states, [shared])
+    accumulator = accumulator_class([parameter], [torch.zeros(size)], [shared])
     for number in range(repeats):
         values = torch.full_like(parameter, number + 1.0)
         if accumulator_class is UpdateAccumulator:

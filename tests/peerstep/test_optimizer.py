@@ -400,7 +400,7 @@ def test_learning_rate_of_local_steps_rises_and_is_that_of_the_step_that_is_comp
     optimizer = build_local(warmup_steps=4)
     (parameter,) = optimizer.state_averager.main_parameters
     for step, epoch in ((1, 0), (2, 0), (INNER_WARMUP_STEPS, 1)):
-        optimizer._num_inner_steps, optimizer.state_averager.local_epoch = step - 1, epoch
+        optimizer.accumulator._num_inner_steps, optimizer.state_averager.local_epoch = step - 1, epoch
         compute(optimizer, 0.2)
         expected = 0.1 * (epoch + 1) / 4 * step / INNER_WARMUP_STEPS
         assert optimizer.param_groups[0]["lr"] == pytest.approx(expected)
@@ -469,9 +469,9 @@ def test_local_updates_of_other_parameters_are_dropped(monkeypatch):
 def test_inner_optimizer_begins_again_with_a_restored_state():
     optimizer = build_local()
     compute(optimizer, 0.2)
-    assert any(value["exp_avg"].any() for value in optimizer.inner.state.values())
+    assert any(value["exp_avg"].any() for value in optimizer.accumulator.inner.state.values())
     optimizer.restore(*snapshot(optimizer.state_averager))
-    assert not any(value["exp_avg"].any() for value in optimizer.inner.state.values())
+    assert not any(value["exp_avg"].any() for value in optimizer.accumulator.inner.state.values())
 
 
 def test_local_updates_that_diverge_are_sent_to_nobody_and_dropped():

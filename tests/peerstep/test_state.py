@@ -15,7 +15,6 @@ from cotrain.training.builders import (
     build_local_optimizer,
     build_param_groups,
     build_scheduler,
-    initialize_optimizer_state,
 )
 from peerstep.state import StateLoadError, TrainingStateAverager, all_finite, set_schedule
 from peerstep.wire import check_tensor
@@ -262,7 +261,6 @@ def test_children_keep_no_copies_of_the_statistics():
 def build_rmsprop(groups: list[dict]) -> torch.optim.Optimizer:
     optimizer = torch.optim.RMSprop(groups, lr=0.01, momentum=0.9)
     optimizer.second_moments = ("square_avg",)
-    initialize_optimizer_state(optimizer)
     return optimizer
 
 

@@ -40,9 +40,9 @@ def collate(samples: list[dict]) -> dict[str, torch.Tensor]:
 
 FAKE_DHT = SimpleNamespace(
     peer_id="QmFake", pid=os.getpid(), is_alive=lambda: True, get_visible_maddrs=list, check_invitation=lambda: None,
-    is_open=True,
+    is_open=True, client_mode=False,
 )  # fmt: skip
-FAKE_PEER = SimpleNamespace(dht=FAKE_DHT, public_key=b"key")
+FAKE_PEER = SimpleNamespace(dht=FAKE_DHT, public_key=b"key", run_id="run")
 
 
 class FakeTracker:

@@ -47,7 +47,7 @@ class SilentDHT:
         pass
 
 
-PEER = SimpleNamespace(dht=SilentDHT(), public_key=SUBKEY)
+PEER = SimpleNamespace(dht=SilentDHT(), public_key=SUBKEY, run_id="run")
 
 
 class Rounds:

@@ -1,6 +1,7 @@
 """Helpers of the tests: scripts in separate processes, and peers in the test's process."""
 
 import contextlib
+import copy
 import json
 import os
 import random
@@ -409,6 +410,8 @@ def local_optimizer(model, peer, batch_size_per_step: int, **collaboration) -> I
     training_args = LocalTrainingArguments(**{**hyperparameters, **overrides})
     tracker_args = ProgressTrackerArguments(min_refresh_period=0.1, max_refresh_period=0.5, default_refresh_period=0.2)
     args = TrainerArguments(training_args, None, collaboration_args, tracker_args)
+    peer = copy.copy(peer)
+    peer.run_id = collaboration_args.run_id  # swarms with other run IDs share a peer
     optimizer = build_optimizer(model, peer, batch_size_per_step, args)
     try:
         yield optimizer

@@ -72,7 +72,8 @@ class Peer(Node):
         args = TrainerArguments(
             training_args, None, CollaborationArguments(run_id="run", **flags), ProgressTrackerArguments()
         )
-        self.optimizer = build_optimizer(self.model, SimpleNamespace(dht=self, public_key=self.subkey), BATCH, args)
+        peer = SimpleNamespace(dht=self, public_key=self.subkey, run_id="run")
+        self.optimizer = build_optimizer(self.model, peer, BATCH, args)
         self.optimizer.grad_averager.allreduce_kwargs["part_size_bytes"] = PART_BYTES
         self.optimizer.on_round = self.rounds.append
         self.optimizer.state_averager.restore = self._restore

@@ -11,8 +11,8 @@ from cotrain.training.builders import (
     build_local_optimizer,
     build_param_groups,
     build_scheduler,
-    build_state_compression,
 )
+from peerstep.optimizer_state import build_state_compression, build_with_statistics
 from peerstep.state import TrainingStateAverager
 from tests.support.peers import TINY_ALBERT
 
@@ -40,7 +40,9 @@ def build_averager(
         public_key=peer.public_key,
         prefix=prefix,
         params=build_param_groups(model, hyperparameter_args.weight_decay),
-        optimizer=optimizer or partial(build_local_optimizer, args=hyperparameter_args),
+        optimizer=partial(
+            build_with_statistics, optimizer or partial(build_local_optimizer, args=hyperparameter_args)
+        ),
         scheduler=partial(build_scheduler, args=hyperparameter_args),
         initialize_optimizer=False,
         offload_optimizer=offload_optimizer,

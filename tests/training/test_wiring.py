@@ -4,21 +4,23 @@ import contextlib
 from functools import partial
 from types import SimpleNamespace
 
+import hivemind
 import pytest
 import torch
 from hivemind.compression import CompressionBase, CompressionInfo, TensorRole
 
 from cotrain.arguments import (
     CollaborationArguments,
-    HyperparameterArguments,
     LocalTrainingArguments,
     ProgressTrackerArguments,
     TrainerArguments,
 )
 from cotrain.common.errors import UserError
-from cotrain.training import builders as builders
+from cotrain.training import builders
 from cotrain.training.hf_trainer import build_training_arguments
 from peerstep.compression import COMPRESSIONS
+from peerstep.optimizer import CollaborativeOptimizer
+from peerstep.optimizer_state import build_state_compression
 from tests.support.fakes import FAKE_PEER
 
 # Values unlike the defaults
@@ -45,23 +47,33 @@ class Received(SimpleNamespace):
     def __init__(self, *_args, **kwargs):
         of_rounds = kwargs.pop("grad_averager_factory", partial(dict)).keywords
         super().__init__(**of_rounds, **{**kwargs.pop("averager_opts", {}), **kwargs})
-        of_tracker = kwargs.get("args") or kwargs.get("tracker_opts", {}).get("args")
-        self.tracker_args = {name: getattr(of_tracker, name) for name in TRACKER if of_tracker is not None}
-        self.shutdown, self.schema_id = lambda: None, ""
+        self.shutdown, self.schema_id, self.start = lambda: None, "", lambda: None
+        tracker = kwargs.get("tracker_opts", {}).get("args")
+        self.tracker_args = {name: getattr(tracker, name) for name in TRACKER if tracker is not None}
+
+
+def receive(self: CollaborativeOptimizer, **kwargs) -> None:
+    """Stand for hivemind's constructor."""
+    self.received = Received(**kwargs)
+    self.tracker = self.grad_averager = self.received
+    self.matchmaking_time, self.averaging_timeout = kwargs["matchmaking_time"], kwargs["averaging_timeout"]
 
 
 @pytest.fixture
 def built(monkeypatch) -> SimpleNamespace:
     """The trainer's optimizer with and without local updates, and an observer."""
-    for name in ("CollaborativeOptimizer", "LocalUpdatesOptimizer", "TrainingStateAverager"):
-        monkeypatch.setattr(builders, name, Received)
+    monkeypatch.setattr(hivemind.Optimizer, "__init__", receive)
+    monkeypatch.setattr(builders, "TrainingStateAverager", Received)
     found, model = SimpleNamespace(), torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
     for name, local_updates in (("local", True), ("plain", False)):
         hyperparameters = {**HYPERPARAMETERS, "local_updates": local_updates}
         training = LocalTrainingArguments(**hyperparameters)
         collaboration = CollaborationArguments(run_id="run", **COLLABORATION)
         args = TrainerArguments(training, None, collaboration, ProgressTrackerArguments(**TRACKER))
-        vars(found)[name] = builders.build_optimizer(model, FAKE_PEER, 8, args)
+        optimizer = builders.build_optimizer(model, FAKE_PEER, 8, args)
+        vars(found)[name] = optimizer.received
+        optimizer.received.batch_size_lead = optimizer.coordinator.batch_size_lead
+        optimizer.received.build_local = optimizer._build_local
     monkeypatch.setattr(builders, "supervise", lambda *_args, **_options: contextlib.nullcontext())
     with builders.open_observer(model, FAKE_PEER, "run", training, download_timeout=70.0) as found.observer:
         return found
@@ -69,7 +81,8 @@ def built(monkeypatch) -> SimpleNamespace:
 
 def test_hyperparameters_reach_the_optimizer(built):
     """With local updates, the inner optimizer has them, and the outer one is SGD with Nesterov momentum."""
-    inner = built.local.inner_optimizer(built.local.inner_params)
+    groups, build_inner, build_schedule, max_local_grad_norm = built.local.build_local.args
+    inner = build_inner(groups)
     for lamb in (inner, built.plain.optimizer(built.plain.params), built.observer.optimizer(built.observer.params)):
         decayed, exempt = lamb.param_groups
         assert (decayed["weight_decay"], exempt["weight_decay"]) == (0.375, 0.0)
@@ -77,10 +90,10 @@ def test_hyperparameters_reach_the_optimizer(built):
             assert (group["lr"], group["betas"], group["eps"]) == (0.25, (0.5, 0.75), 0.125)
         assert lamb.clamp_value == 3.0 and not lamb.debias
     outer = built.local.optimizer(built.local.params)
-    assert built.local.scheduler is None and built.local.max_local_grad_norm == 0.625
+    assert built.local.scheduler is None and max_local_grad_norm == 0.625
     for group in outer.param_groups:
         assert (group["lr"], group["momentum"], group["nesterov"], group["weight_decay"]) == (0.3125, 0.4375, True, 0)
-    for schedule in (built.plain.scheduler, built.local.inner_scheduler):
+    for schedule in (built.plain.scheduler, build_schedule):
         (rate, *_) = [function(4) for function in schedule(inner).lr_lambdas]
         assert rate == 0.5, "of step 5, in the middle of the warm-up"
         assert schedule(inner).lr_lambdas[0](505) == 0.5, "in the middle of the decay"
@@ -130,7 +143,7 @@ def test_flag_reaches_what_it_is_for(built, flag, objects, attribute, expected):
 @pytest.mark.parametrize("name", ["float16", "blockwise8"])
 def test_statistics_are_sent_in_16_bits_at_least(name):
     """8 bits have no values for small second moments; single numbers are not compressed."""
-    compression = builders.build_state_compression(name)
+    compression = build_state_compression(name)
     tensor = torch.rand(100_000) * 1e-7
     info = CompressionInfo.from_tensor(tensor, role=TensorRole.OPTIMIZER)
     assert (compression.extract(compression.compress(tensor, info)) - tensor).abs().max() < 6e-8
@@ -162,5 +175,6 @@ def test_local_flags_reach_transformers(tmp_path):
 
 def test_trainer_with_sparse_gradients_ends_with_one_line():
     args = CollaborationArguments(run_id="run", gradient_compression="topk")
+    args = TrainerArguments(LocalTrainingArguments(output_dir="outputs"), None, args, ProgressTrackerArguments())
     with pytest.raises(UserError, match="--gradient_compression topk also needs --local_updates"):
-        builders._round_options(HyperparameterArguments(), args)
+        builders.build_optimizer(torch.nn.Linear(2, 2), FAKE_PEER, 8, args)
