@@ -13,7 +13,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -66,7 +66,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
     average their gradients, and each takes the same step as one process with all samples would. hivemind.Optimizer
     gives `state_dict`, `param_groups` and `zero_grad`. Build it in the main thread, and call `shutdown` at the end.
 
-    :param params: parameter groups of the model, which is on its device already
+    :param params: parameters of the model, which is on its device already, or groups of them
     :param optimizer: builds the optimizer for copies of them on the CPU. A float as `lr`
     :param swarm: this peer of the run
     :param target_batch_size: samples of a global step, of all peers together
@@ -92,7 +92,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
 
     def __init__(
         self,
-        params: list[dict],
+        params: Iterable[torch.Tensor] | Iterable[dict],
         optimizer: OptimizerBuilder,
         swarm: Swarm,
         *,
@@ -117,9 +117,10 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         folder: Path | None = None,
     ):
         self._swarm, self._local_updates = swarm, local_updates
-        groups = [dict(group) for group in params]
+        params = list(params)
+        groups = params if isinstance(params[0], dict) else [{"params": params}]
         self._build_local = partial(LocalTraining, groups, optimizer, scheduler, max_grad_norm)
-        learning_rate = max(group["lr"] for group in optimizer([dict(group) for group in params]).param_groups)
+        learning_rate = max(group["lr"] for group in optimizer([dict(group) for group in groups]).param_groups)
         self.num_dropped_gradients = 0
         self.num_computed = 0  # samples of the local steps, without those whose gradients were dropped
         self._records: deque[StepRecord] = deque(maxlen=64)  # see pop_records
@@ -150,7 +151,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             run_id=swarm.run_id,
             target_batch_size=target_batch_size,
             batch_size_per_step=batch_size_per_step,
-            params=params,
+            params=groups,
             **step_builders(optimizer, scheduler, local_updates),
             offload_optimizer=True,
             delay_grad_averaging=delay_grad_averaging,

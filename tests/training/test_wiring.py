@@ -126,7 +126,6 @@ TABLE = [
     ("max_grad_norm", ("plain",), "max_grad_norm", 0.625),
     ("max_update_norm", ("local",), "max_grad_norm", 0.5625),
     ("learning_rate", BOTH, "learning_rate", 0.25),
-    ("performance_ema_alpha", BOTH, "performance_ema_alpha", 0.75),
     *((name, BOTH, "tracker_args", TRACKER) for name in TRACKER),
 ]  # fmt: skip
 
