@@ -24,6 +24,7 @@ class GradientAccumulator:
 
     name = "gradients"
     ages = True  # it loses value while the parameters change
+    inner: torch.optim.Optimizer | None = None  # that takes the local steps
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ class LocalUpdates:
         """Build the outer optimizer for copies of the parameters."""
         groups = [{"params": group["params"]} for group in param_groups]
         optimizer = torch.optim.SGD(groups, lr=self.learning_rate, momentum=self.momentum, nesterov=True)
-        optimizer.second_moments = ()
+        optimizer.second_moments = ()  # pyright: ignore[reportAttributeAccessIssue]
         return optimizer
 
 

@@ -59,6 +59,10 @@ def use_one_core() -> None:
     threadpool_limits(1, user_api="openmp")
 
 
+def _as_groups(params: list) -> list[dict]:
+    return params if isinstance(params[0], dict) else [{"params": params}]
+
+
 class CollaborativeOptimizer(hivemind.Optimizer):
     """A torch.optim.Optimizer whose steps all peers of a run take together, in one averaging round each.
 
@@ -90,9 +94,13 @@ class CollaborativeOptimizer(hivemind.Optimizer):
     :param folder: on a disk, for the copies that others download; default: that for temporary files
     """
 
+    tracker: ProgressTracker
+    state_averager: TrainingStateAverager
+    grad_averager: RoundAverager
+
     def __init__(
         self,
-        params: Iterable[torch.Tensor] | Iterable[dict],
+        params: Iterable,
         optimizer: OptimizerBuilder,
         swarm: Swarm,
         *,
@@ -117,8 +125,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         folder: Path | None = None,
     ):
         self._swarm, self._local_updates = swarm, local_updates
-        params = list(params)
-        groups = params if isinstance(params[0], dict) else [{"params": params}]
+        groups = _as_groups(list(params))
         self._build_local = partial(LocalTraining, groups, optimizer, scheduler, max_grad_norm)
         learning_rate = max(group["lr"] for group in optimizer([dict(group) for group in groups]).param_groups)
         self.num_dropped_gradients = 0
@@ -188,7 +195,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             verbose=True,
         )
         self.coordinator = RoundCoordinator(
-            self.tracker, self.grad_averager, self.matchmaking_time, self.averaging_timeout, batch_size_lead
+            self.tracker, self.grad_averager, matchmaking_time, averaging_timeout, batch_size_lead
         )
         self.tracker.schema = self.grad_averager.schema_id
         self.tracker.start()
@@ -233,7 +240,8 @@ class CollaborativeOptimizer(hivemind.Optimizer):
     @property
     def param_groups(self) -> list[dict]:
         """Groups of the model's parameters, with local updates those of the inner optimizer."""
-        return super().param_groups if self._local_updates is None else self.accumulator.inner.param_groups
+        inner = self.accumulator.inner
+        return list(super().param_groups) if inner is None else inner.param_groups
 
     def _offloaded_parameters(self) -> list[torch.Tensor]:
         return self.state_averager._optimized_parameters()
@@ -259,7 +267,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         if self._is_out_of_sync():
             logger.info("Out of sync with the collaboration")
             self.load_state_from_peers()
-        elif self._accumulate(self.batch_size_per_step if batch_size is None else batch_size):
+        elif self._accumulate(batch_size or self.batch_size_per_step or 0):
             self._wait_for_step(self._patience())
         self._returned_at = time.monotonic()
 

@@ -36,7 +36,7 @@ def build_with_statistics(build: OptimizerBuilder, param_groups: list[dict]) -> 
     """
     optimizer = build(param_groups)
     if not hasattr(optimizer, "second_moments"):
-        optimizer.second_moments = ("exp_avg_sq",)
+        optimizer.second_moments = ("exp_avg_sq",)  # pyright: ignore[reportAttributeAccessIssue]
     initialize_optimizer_state(optimizer)
     return optimizer
 

@@ -218,5 +218,5 @@ def _explain(error: Exception, initial_peers: Sequence[str], host_maddrs: Sequen
         f"none of initial_peers answers: {' '.join(initial_peers)}. Check that they run, that the address and peer ID "
         "are the ones they print now, and that no firewall is in between",
         retryable=True,
-        answers=dict(line.partition(" ")[::2] for line in errors.decode(errors="replace").splitlines()),
+        answers={line.split(" ")[0]: line.partition(" ")[2] for line in errors.decode(errors="replace").splitlines()},
     )
