@@ -43,10 +43,11 @@ bench: .venv/installed-dev  ## Measure on this machine, in about 20 minutes; doc
 	$(BENCH)/overhead.py --repeat 1
 	$(BENCH)/rounds.py
 
-lint: .venv/installed-dev  ## Check style, format, and imports
+lint: .venv/installed-dev  ## Check style, format, imports, and the types of the engine
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/lint-imports
+	.venv/bin/basedpyright
 	.venv/bin/python -m pytest -q -p no:xdist tests/common/test_imports.py tests/common/test_layout.py
 
 # torch's build and its CUDA packages depend on the GPU.
