@@ -16,14 +16,10 @@ from hivemind.averaging.partition import TensorPartContainer
 from hivemind.compression import CompressionBase, CompressionInfo, NoCompression, deserialize_torch_tensor
 
 from cotrain.arguments import HyperparameterArguments
-from cotrain.training.builders import (
-    COMPRESSIONS,
-    build_local_optimizer,
-    build_param_groups,
-    build_scheduler,
-)
+from cotrain.training.builders import build_local_optimizer, build_param_groups, build_scheduler
 from peerstep.accumulators import GradientAccumulator, clip_norm
 from peerstep.bounds import norm_of
+from peerstep.compression import COMPRESSIONS
 from peerstep.local_updates import LocalTraining, LocalUpdates
 from peerstep.neighbours import NormFilter
 from peerstep.sparse import TopK
