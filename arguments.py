@@ -4,6 +4,7 @@ The flags of a single script are in that script.
 """
 
 from cotrain.arguments import (
+    DATASET_FOLDERS,
     TRAINER_ARGUMENTS,
     BaseTrainingArguments,
     CollaborationArguments,
@@ -15,4 +16,5 @@ from cotrain.arguments import (
     ProgressTrackerArguments,
     ReportingArguments,
     TrainerArguments,
+    check_compression,
 )

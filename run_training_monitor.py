@@ -22,8 +22,8 @@ from arguments import (
     OptimizerArguments,
     ProgressTrackerArguments,
     ReportingArguments,
+    check_compression,
 )
-from cotrain.arguments import check_compression
 from cotrain.common.errors import run_script
 from cotrain.common.flags import ArgumentsError, flag, parse_command_line, parse_repo_id
 from cotrain.common.json_file import write_json

@@ -20,7 +20,7 @@ from typing import Literal
 
 from tqdm.auto import tqdm
 
-from cotrain.arguments import DATASET_FOLDERS
+from arguments import DATASET_FOLDERS
 from cotrain.common.errors import UserError, run_script
 from cotrain.common.flags import ArgumentsError, Flags, flag, parse_arguments, require, require_apart
 from cotrain.data.corpus import Documents, read_corpus

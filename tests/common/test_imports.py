@@ -19,5 +19,12 @@ def find_imports(path: Path) -> set[str]:
     return names
 
 
+def test_scripts_take_flags_and_records_from_the_modules_beside_them():
+    """Somebody who copies a script copies `arguments` and `utils` with it."""
+    inner = {"cotrain.arguments", "cotrain.dht.metrics_schema", "cotrain.dht.run_records", "peerstep.records"}
+    assert not {path.name: found for path in ROOT.glob("*.py")
+                if path.stem in SCRIPTS | {"callback"} and (found := find_imports(path) & inner)}  # fmt: skip
+
+
 def test_no_script_is_imported():
     assert not any(find_imports(path) & SCRIPTS for path in ROOT.glob("*.py"))
