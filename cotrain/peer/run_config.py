@@ -11,6 +11,7 @@ import ipaddress
 import json
 import shlex
 import tempfile
+import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
@@ -306,7 +307,8 @@ class RunConfigRelay:
 
     peer: Swarm
     config: RunConfig | None
-    lifetime: float  # seconds until a record expires without the next `publish`
+    lifetime: float  # seconds until the record expires
+    _stored: tuple[RunConfig | None, float] = (None, 0.0)  # what was published last, and when it is due again
 
     @classmethod
     def of_run(cls, peer: Swarm, arguments: Iterable[object], args: CollaborationArguments) -> "RunConfigRelay":
@@ -323,6 +325,8 @@ class RunConfigRelay:
         return relay
 
     def publish(self) -> None:
-        """Publish the settings, if there are any. Does not wait for the result."""
-        if self.config is not None:
+        """Publish the settings, if there are any, once in a third of their lifetime and whenever they have changed."""
+        stored, due_at = self._stored
+        if self.config is not None and (self.config is not stored or time.monotonic() >= due_at):
+            self._stored = self.config, time.monotonic() + self.lifetime / 3
             store_record(self.peer.dht, KEY, self.peer.public_key, self.config.record, self.lifetime)

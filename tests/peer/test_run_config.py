@@ -563,3 +563,19 @@ def test_what_costs_no_memory_is_accepted(fields, tmp_path):
     published = to_published_model(str(path))
     assert read_config(published).to_dict() == read_config(str(path)).to_dict()
     build_without_weights(read_config(published))
+
+
+def test_settings_are_stored_three_times_in_their_lifetime(keys, monkeypatch):
+    """A trainer publishes them with each of its records, a monitor with each read of the trainers' records."""
+    config, clock, stored = RunConfig.sign(SETTINGS, keys[0]), SimpleNamespace(now=0.0), []
+    monkeypatch.setattr(run_config, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(run_config, "store_record", lambda *args: stored.append((clock.now, args[3], args[4])))
+    relay = RunConfigRelay(SimpleNamespace(dht=None, public_key=b"key"), config, lifetime=600.0)
+    for clock.now in map(float, range(0, 1200, 5)):
+        if clock.now == 450.0:
+            relay.config = RunConfig.sign({**SETTINGS, "page": "https://example.org"}, keys[0])
+        relay.publish()
+    assert [(now, lifetime) for now, _, lifetime in stored] == [
+        (now, 600.0) for now in (0.0, 200.0, 400.0, 450.0, 650.0, 850.0, 1050.0)
+    ]
+    assert stored[3][1] == relay.config.record, "changed settings are published at once"
