@@ -6,7 +6,7 @@ docs/adding-a-metric.md shows how to add a metric. This module imports neither h
 """
 
 from dataclasses import dataclass
-from functools import cache
+from itertools import zip_longest
 
 import pydantic.v1 as pydantic  # hivemind's schemas are pydantic v1 models, a v2 model raises
 
@@ -17,9 +17,10 @@ MAX_NUMBER = 1e9
 MAX_FIELDS = 32  # of a record, including unknown fields
 
 HISTORY_LENGTH = 64  # maximum number of entries in a trainer's history
-# A monitor reads the histories of 1,000 trainers in one answer of 4 MiB. The keys and the signature of a record take
-# 900 bytes. Several threads write to hivemind's control pipe, which keeps messages of up to 4 KiB in one piece.
-_HISTORY_BYTES = 2560
+# A monitor reads the records of 1,000 trainers in one answer of 4 MiB. The keys and the signature of a record take 900
+# bytes, its other fields 350. Several threads write to hivemind's control pipe, which keeps messages of up to 4 KiB in
+# one piece.
+_HISTORY_BYTES = 2200
 
 Step = pydantic.conint(strict=True, ge=0, le=MAX_STEP)
 Count = pydantic.conint(strict=True, ge=0, le=MAX_COUNT)
@@ -28,10 +29,6 @@ Moment = pydantic.confloat(strict=True, ge=0.0, le=1e12)  # seconds, `run_time`
 Sum = pydantic.confloat(strict=True, ge=-MAX_NUMBER, le=MAX_NUMBER)
 
 RULES = ("sum", "mean", "maximum", "median")
-
-
-class InvalidValue(ValueError):
-    """An invalid value of a record. The message is one of a few fixed reasons."""
 
 
 class ExtensibleRecord(pydantic.BaseModel):
@@ -46,9 +43,9 @@ class ExtensibleRecord(pydantic.BaseModel):
     @pydantic.root_validator(pre=True)
     def check_unknown_fields(cls, values: dict) -> dict:
         if len(values) > MAX_FIELDS:
-            raise InvalidValue("too many fields")
+            raise ValueError("too many fields")
         for name in values.keys() - cls.__fields__.keys():
-            _check_unknown(values[name])
+            check_value(values[name], UNKNOWN)
         return values
 
     def dict(self, **options) -> dict:
@@ -78,7 +75,7 @@ class LocalMetrics(ExtensibleRecord):
 
     def to_row(self) -> list:
         """Return the values as an entry of a history, in the order of the declaration."""
-        return [getattr(self, metric.name) for metric in describe_metrics(type(self))]
+        return [getattr(self, name) for name in self.__fields__]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +91,6 @@ class Metric:
     per: str | None
 
 
-@cache
 def describe_metrics(schema: type[LocalMetrics]) -> tuple[Metric, ...]:
     """Return the declared metrics, in order; raise TypeError for one that breaks the rules of `LocalMetrics`."""
     metrics = []
@@ -110,36 +106,34 @@ def describe_metrics(schema: type[LocalMetrics]) -> tuple[Metric, ...]:
     return tuple(metrics)
 
 
-def history_length(schema: type[LocalMetrics] = LocalMetrics) -> int:
-    """Return the number of steps in a trainer's history: as many as fit into its record at 9 bytes a number."""
-    return min(HISTORY_LENGTH, _HISTORY_BYTES // (1 + 9 * len(describe_metrics(schema))))
+METRICS = describe_metrics(LocalMetrics)
+UNKNOWN = Metric("", -MAX_NUMBER, MAX_NUMBER, is_whole=False, is_optional=True, combine=None, per=None)  # a newer field
 
 
-def check_number(value: object, minimum: float, maximum: float, is_whole: bool = False) -> None:
-    """Raise InvalidValue if a value of an untrusted record is no number, NaN, or out of bounds."""
-    if type(value) is not int and (is_whole or type(value) is not float):  # bool is an int to isinstance
-        raise InvalidValue("not a whole number" if is_whole else "not a number")
-    if not minimum <= value <= maximum:  # false for NaN, too
-        raise InvalidValue("out of bounds")
+def history_length() -> int:
+    """Return the number of steps in a trainer's history: as many as fit into its record."""
+    row = 1 + sum(5 if metric.is_whole else 9 for metric in METRICS)  # bytes in msgpack
+    return min(HISTORY_LENGTH, _HISTORY_BYTES // row)
 
 
-def _check_unknown(value: object) -> None:
-    if value is not None:
-        check_number(value, -MAX_NUMBER, MAX_NUMBER)
+def check_value(value: object, metric: Metric) -> None:
+    """Raise ValueError if a value of an untrusted record is no number, NaN, or out of bounds."""
+    if value is None and metric.is_optional:
+        return
+    if type(value) is not int and (metric.is_whole or type(value) is not float):  # bool is an int to isinstance
+        raise ValueError("not a whole number" if metric.is_whole else "not a number")
+    if not metric.minimum <= value <= metric.maximum:  # false for NaN, too
+        raise ValueError("out of bounds")
 
 
-def read_row(row: object, schema: type[LocalMetrics] = LocalMetrics) -> list[int | float | None]:
-    """Return the values of an untrusted entry of a history, but for newer columns, or raise InvalidValue."""
-    metrics = describe_metrics(schema)
+def read_row(row: object) -> dict[str, int | float | None]:
+    """Return the metrics by name of an untrusted entry of a history, or raise ValueError. Skip newer columns."""
     if not isinstance(row, list | tuple) or len(row) > MAX_FIELDS:
-        raise InvalidValue("wrong fields")
-    for value in row[len(metrics) :]:
-        _check_unknown(value)
-    row = [*row[: len(metrics)], *[None] * (len(metrics) - len(row))]
-    for metric, value in zip(metrics, row, strict=True):
-        if value is not None or not metric.is_optional:
-            check_number(value, metric.minimum, metric.maximum, metric.is_whole)
-    return row
+        raise ValueError("wrong fields")
+    row = [*row, *[None] * (len(METRICS) - len(row))]
+    for metric, value in zip_longest(METRICS, row, fillvalue=UNKNOWN):
+        check_value(value, metric)
+    return {metric.name: value for metric, value in zip(METRICS, row, strict=False)}
 
 
 class HistoryRow(list):

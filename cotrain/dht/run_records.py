@@ -24,21 +24,17 @@ class MonitorStatus(pydantic.BaseModel):
     checkpoint_step: pydantic.conint(strict=True, ge=-1, le=MAX_STEP)  # of the newest one on disk; -1 without one
 
 
-class PeerInfo(ExtensibleRecord):
-    """Record that a trainer publishes about itself."""
+class TrainerRecord(ExtensibleRecord):
+    """Record that a trainer publishes after each global step, about itself and its newest steps and rounds."""
 
     username: pydantic.constr(strict=True, max_length=64)
     leaving: pydantic.StrictBool  # the trainer has completed its last step and waits for a monitor to save it
-
-
-class RoundStatistics(ExtensibleRecord):
-    """Record that a trainer publishes about its newest rounds with other trainers."""
-
-    rounds: pydantic.conint(strict=True, ge=0, le=MAX_ROUNDS)
+    history: pydantic.conlist(HistoryRow, max_items=HISTORY_LENGTH)  # the metrics of the newest steps
+    rounds: pydantic.conint(strict=True, ge=0, le=MAX_ROUNDS)  # newest rounds with other trainers
     # Those that averaged everything with every trainer of the step
     complete: pydantic.conint(strict=True, ge=0, le=MAX_ROUNDS)
-    computed: Count | None = None  # samples that the trainer has computed for its newest MAX_ROUNDS global steps
-    applied: Count | None = None  # those of them that counted in a step
+    computed: Count  # samples that the trainer has computed for its newest MAX_ROUNDS global steps
+    applied: Count  # those of them that counted in a step
     # Fraction of the time for which rounds ran lately
     averaging: pydantic.confloat(strict=True, ge=0.0, le=1.0) | None = None
 
@@ -46,12 +42,9 @@ class RoundStatistics(ExtensibleRecord):
 class MetricSchema(pydantic.BaseModel):
     """The DHT keys of a run without the prefix; each holds a dictionary from the signer's public key to a record."""
 
-    metrics: dict[BytesWithPublicKey, LocalMetrics]
-    # The metrics of the newest steps, without field names
-    history: dict[BytesWithPublicKey, pydantic.conlist(HistoryRow, max_items=HISTORY_LENGTH)]
+    metrics: dict[BytesWithPublicKey, LocalMetrics]  # as in hivemind's example, for its monitor; ours reads `trainers`
+    trainers: dict[BytesWithPublicKey, TrainerRecord]
     monitor: dict[BytesWithPublicKey, MonitorStatus]
-    peers: dict[BytesWithPublicKey, PeerInfo]
-    rounds: dict[BytesWithPublicKey, RoundStatistics]
 
 
 class SignedConfig(pydantic.BaseModel):

@@ -83,9 +83,9 @@ class Contributors:
 
     def count(self, contributions: Iterable[PeerStep]) -> None:
         for contribution in contributions:
-            if contribution.samples_accumulated > 0:
+            if contribution.samples > 0:
                 contributor = self._find(contribution.peer)
-                contributor.samples += contribution.samples_accumulated
+                contributor.samples += contribution.samples
                 contributor.steps += 1
 
     def save(self) -> None:

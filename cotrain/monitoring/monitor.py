@@ -150,18 +150,20 @@ class TrainingMonitor:
 
         :param downloads: whether checkpoints and uploads may begin
         """
-        views = [self._read(name) for name in ("metrics", "history", "training_progress")]
-        peers = {peer: record.value for peer, record in self._read("peers").items()}
-        self.contributors.record_names({key: info["username"] for key, info in peers.items()})
-        reports = self.aggregator.update(run_time(), *views)
+        records, progress = (
+            dht_records.get_records(self.peer.dht, f"{self.run_id}_{name}")
+            for name in ("trainers", "training_progress")
+        )
+        published = {peer: record.value for peer, record in records.items()}
+        self.contributors.record_names({peer: value["username"] for peer, value in published.items()})
+        reports = self.aggregator.update(run_time(), records, progress)
         trainers = self.aggregator.live_peers
         checkpoint_step = -1 if self.keeper is None else self.keeper.saved_step
         self._progress_log.update(time.monotonic(), trainers, bool(reports), checkpoint_step)
-        self._report(reports)
-        num_clients = sum(trainer.heartbeat is not None and trainer.heartbeat.client_mode for trainer in trainers)
-        self._client_mode_alarm.check(len(trainers), num_clients)
+        self._report(reports, parse_shares(published.values()))
+        self._client_mode_alarm.check(len(trainers), sum(trainer.heartbeat.client_mode for trainer in trainers))
         # Of the trainers that took the newest step: anybody may claim to leave, and each download costs a trainer.
-        leaving = [key in peers and peers[key]["leaving"] for key in self.aggregator.contributors]
+        leaving = [peer in published and published[peer]["leaving"] for peer in self.aggregator.contributors]
         if self.keeper is not None and downloads:
             self.keeper.update(self.aggregator.last_reported_step, 2 * sum(leaving) > len(leaving))
         if self.uploader is not None and downloads:
@@ -195,13 +197,10 @@ class TrainingMonitor:
         checkpoint = f"; the newest checkpoint is checkpoint-{saved}" if saved >= 0 else "; there is no checkpoint"
         logger.info(f"The monitor has stopped {newest}{checkpoint if self.keeper is not None else ''}")
 
-    def _read(self, name: str) -> dict:
-        return dht_records.get_records(self.peer.dht, f"{self.run_id}_{name}")
-
-    def _report(self, reports: list[StepReport]) -> None:
-        shares = parse_shares(self._read("rounds")) if reports else {}
+    def _report(self, reports: list[StepReport], shares: dict[str, float]) -> None:
+        """:param shares: see `parse_shares`"""
         rounds = {name: round(share, 4) for name, share in shares.items()}
-        if (advice := self.adviser.advise(shares.get("averaging"))) is not None:
+        if reports and (advice := self.adviser.advise(shares.get("averaging"))) is not None:
             logger.warning(advice)
         for report in reports:
             if report.step <= self._newest_step:
@@ -220,7 +219,7 @@ class TrainingMonitor:
             self._show_leaderboard(report.step, self.args.save_checkpoint_step_interval)
         for late in self.aggregator.late:
             name = self.contributors.find_name(late.peer)
-            logger.info(f"Step #{late.step}: {late.samples_accumulated} more samples of {name}, reported late")
+            logger.info(f"Step #{late.step}: {late.samples} more samples of {name}, reported late")
         self.contributors.count(self.aggregator.late)
         if reports or self.aggregator.late:
             self.contributors.save()

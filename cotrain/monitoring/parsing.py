@@ -1,64 +1,45 @@
-"""Parse the records that trainers publish on the DHT: metrics, histories and rounds.
+"""Parse the records that trainers publish on the DHT: the steps that they report, and their rounds.
 
 Pure logic: no DHT, no clock, no torch. Untrusted peers write all records. The DHT's validators bound their number and
 size, and check them against `run_records.MetricSchema`.
 """
 
-import math
 import statistics
-from collections import namedtuple
-from collections.abc import Hashable, Iterator, Mapping
-from functools import cache
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from typing import NamedTuple
 
-from cotrain.dht.metrics_schema import LocalMetrics, describe_metrics, read_row
+from cotrain.dht.metrics_schema import read_row
 from peerstep.progress_record import MAX_ROUNDS
 
 
-@cache
-def peer_step_class(schema: type[LocalMetrics]) -> type:
-    """Build the class of one peer's report of a global step.
+class PeerStep(NamedTuple):
+    """One peer's report of a global step."""
 
-    Its fields are `peer` (its ID), the metrics of `schema`, and when its record in the DHT expires, if known.
-    """
-    metrics = describe_metrics(schema)
-    names = ["peer", *(metric.name for metric in metrics), "expires"]
-    return namedtuple("PeerStep", names, defaults=[*(None for metric in metrics if metric.is_optional), math.inf])
+    peer: Hashable  # its ID
+    step: int
+    samples: int  # that count, at most those that the peer states
+    metrics: Mapping[str, int | float | None]  # by the names of the fields of `LocalMetrics`, as the peer states them
 
 
-PeerStep = peer_step_class(LocalMetrics)
+def parse_steps(peer: Hashable, history: Sequence) -> list[PeerStep]:
+    """Parse the history of a trainer's record."""
+    rows = [read_row(row) for row in history]
+    return [PeerStep(peer, row["step"], row["samples_accumulated"], row) for row in rows]
 
 
-def _records(raw: Mapping | None) -> Iterator[tuple[Hashable, object, float]]:
-    """Yield peer, value and expiration time of each record, which may lack the times."""
-    for peer, record in (raw or {}).items():
-        yield peer, getattr(record, "value", record), getattr(record, "expiration_time", math.inf)
-
-
-def parse_metrics(raw: Mapping | None, schema: type[LocalMetrics] = LocalMetrics) -> list[PeerStep]:
-    """Parse the records under `{run_id}_metrics`: peer -> value, see `dht_records.get_records`."""
-    peer_step, names = peer_step_class(schema), [metric.name for metric in describe_metrics(schema)]
-    return [peer_step(peer, *map(value.get, names), expires) for peer, value, expires in _records(raw)]
-
-
-def parse_history(raw: Mapping | None, schema: type[LocalMetrics] = LocalMetrics) -> list[PeerStep]:
-    """Parse the records under `{run_id}_history`: like `parse_metrics`, with one item per entry."""
-    peer_step = peer_step_class(schema)
-    return [peer_step(peer, *read_row(entry, schema)) for peer, entries, _ in _records(raw) for entry in entries]
-
-
-def parse_shares(raw: Mapping | None) -> dict[str, float]:
-    """Parse the records under `{run_id}_rounds` into shares over all trainers, by curve name.
+def parse_shares(records: Collection[Mapping]) -> dict[str, float]:
+    """Parse what trainers report of their rounds into shares over all of them, by curve name.
 
     "complete rounds": complete rounds / rounds. "applied share": applied samples / computed samples. A claim of many
     samples is not believed: no trainer has more weight than the median one. "averaging": the fraction of the time for
     which the median trainer's rounds ran. Without any, a share is missing.
     """
     shares = {}
-    averaging = [value["averaging"] for _, value, _ in _records(raw) if value.get("averaging") is not None]
+    averaging = [record["averaging"] for record in records if record.get("averaging") is not None]
     if averaging:
         shares["averaging"] = statistics.median(averaging)
     for name, part, whole in (("complete rounds", "complete", "rounds"), ("applied share", "applied", "computed")):
-        counts = [(value[whole], value.get(part) or 0) for _, value, _ in _records(raw) if value.get(whole)]
+        counts = [(record[whole], record[part]) for record in records if record[whole] > 0]
         if counts:
             bound = max(MAX_ROUNDS, statistics.median_low(number for number, _ in counts))
             weights = [min(number, bound) for number, _ in counts]

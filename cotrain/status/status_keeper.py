@@ -73,6 +73,7 @@ class StatusKeeper(PeriodicThread):
             error = " ".join(record.error.split())[:MAX_REASON]
             self._status.last_miss = record.step, error or REASONS[record.outcome]
         if record.outcome != Outcome.FAILED:
+            self._totals.append((self._status.computed, self._status.applied))
             self._status.missed = max(0, record.step - self._begun_at - self._status.joined)
 
     @property
@@ -92,10 +93,8 @@ class StatusKeeper(PeriodicThread):
         if self._status.first_loss is None:
             self._status.first_loss = loss
 
-    def record_samples(self) -> tuple[int, int]:
-        """Add the samples of a global step, and return those computed and applied for the newest MAX_ROUNDS steps."""
-        status = self.update()
-        self._totals.append((status.computed, status.applied))
+    def recent_samples(self) -> tuple[int, int]:
+        """Return the samples computed and applied for the newest MAX_ROUNDS steps."""
         computed, applied = (newest - first for newest, first in zip(self._totals[-1], self._totals[0], strict=True))
         computed = min(max(0, computed), MAX_COUNT)
         return computed, min(max(0, applied), computed)  # the two are not counted at the same moment

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from hivemind.utils import get_logger
+from hivemind.utils import MPFuture, get_logger
 
 from cotrain.arguments import TrainerArguments
 from cotrain.common.errors import TemporaryError, UserError, first_line
@@ -19,7 +19,7 @@ from cotrain.common.names import derive_name, label
 from cotrain.common.run_folder import claim_folder
 from cotrain.common.signals import StopSignal
 from cotrain.dht.metrics_schema import history_length
-from cotrain.dht.run_records import LocalMetrics, PeerInfo, RoundStatistics
+from cotrain.dht.run_records import LocalMetrics, TrainerRecord
 from cotrain.peer.addresses import log_visible_maddrs, peer_id_in
 from cotrain.peer.run_config import RunConfigRelay
 from cotrain.status.client_mode import ClientModeAlarm
@@ -103,7 +103,7 @@ class TrainingSession:
         optimizer.pop_records()
         self.joined_at = time.monotonic()
         self.status.begin_at(optimizer.local_epoch)
-        self.introduce(leaving=False)
+        self.publish()
 
     def _load_newest_state(self) -> bool:
         """Download the newest state; retry while trainers report a later step. Return whether a state was loaded.
@@ -204,28 +204,33 @@ class TrainingSession:
             self.status.record_loss(loss / mini_steps)
         values = {"samples_accumulated": record.samples, "loss": loss, "mini_steps": mini_steps}
         values |= {"step": record.step, "samples_per_second": samples_per_second, "time": record.time}
-        self.publish(LocalMetrics(**values))
-        self.publish_rounds()
-        self.introduce(leaving=False)  # the record expires, and a restarted monitor needs our name
+        self.history.append(LocalMetrics(**values))
+        self.publish()
+        self._store("metrics", self.history[-1].dict(exclude={"time"}))  # the record of hivemind's example
 
-    def publish(self, metrics: LocalMetrics) -> None:
-        """Publish signed records: the metrics of the newest step, and a history for monitors that missed steps."""
-        self.history.append(metrics)
-        # First the history: a monitor that finds the newest step then finds those before it, too.
-        self._store("history", [entry.to_row() for entry in self.history])
-        self._store("metrics", metrics.dict(exclude={"time"}))  # the record of hivemind's example
+    def publish(self, leaving: bool = False) -> MPFuture:
+        """Publish this peer's record, and the settings of the run. Does not wait for the result.
 
-    def _store(self, name: str, value: object) -> None:
-        key = f"{self.args.run_id}_{name}"
-        dht_records.store_record(self.peer.dht, key, self.peer.public_key, value, self.args.statistics_expiration)
-
-    def publish_rounds(self) -> None:
+        :param leaving: whether this peer waits for a monitor to save the last step
+        """
         rounds = list(self.optimizer.recent_rounds)
-        computed, applied = self.status.record_samples()
-        value = RoundStatistics(rounds=len(rounds), complete=sum(rounds), computed=computed, applied=applied)
-        if (share := self.optimizer.averaging_share) is not None:
-            value.averaging = share
-        self._store("rounds", value.dict())
+        computed, applied = self.status.recent_samples()
+        record = TrainerRecord(
+            username=self.name,
+            leaving=leaving,
+            history=[entry.to_row() for entry in self.history],  # for monitors that missed steps
+            rounds=len(rounds),
+            complete=sum(rounds),
+            computed=computed,
+            applied=applied,
+            averaging=self.optimizer.averaging_share,
+        )
+        self.relay.publish()
+        return self._store("trainers", record.dict())
+
+    def _store(self, name: str, value: object) -> MPFuture:
+        key, expires = f"{self.args.run_id}_{name}", run_time() + self.args.statistics_expiration
+        return self.peer.dht.store(key, value, expires, subkey=self.peer.public_key, return_future=True)
 
     def recover(self) -> None:
         """Roll back NaN or Inf parameters to the peers' state or to the last checkpoint, whichever is newer.
@@ -256,23 +261,20 @@ class TrainingSession:
         logger.info(f"Rolled back to the state of step #{self.optimizer.local_epoch} from {source}")
         self.status.begin_at(self.optimizer.local_epoch)
 
-    def introduce(self, leaving: bool) -> None:
-        """Publish this peer's name, and whether it waits for a monitor to save the last step."""
-        self._store("peers", PeerInfo(username=self.name, leaving=leaving).dict())
-        self.relay.publish()
-
     def leave(self) -> None:
         """Report the last steps. After the last one of the run, wait until the organiser's monitors have saved it."""
         self.optimizer.finish_pending_update()
         self.optimizer.stop_averaging()
         self._report_steps()
         logger.info(describe_gift(self.status.update()))
-        self._store_last_metrics()
-        step = self.optimizer.local_epoch
-        if not self._is_over():
+        step, is_over = self.optimizer.local_epoch, self._is_over()
+        stored = self.publish(leaving=is_over)
+        with contextlib.suppress(Exception):  # hivemind's, if nobody answers any more
+            # While all peers leave, the DHT takes seconds, and this peer less.
+            stored.result(timeout=self.MAX_STORE_SECONDS)
+        if not is_over:
             return
         deadline = time.monotonic() + self.args.leave_timeout
-        self.introduce(leaving=True)
         config = self.relay.config
         # Anybody may claim to be a monitor that has not saved the step.
         monitors = {*map(peer_id_in, self.args.initial_peers), config and config.organiser}
@@ -284,16 +286,6 @@ class TrainingSession:
                 return
             time.sleep(0.5)
         logger.warning(f"No monitor has saved step #{step} yet: leaving anyway")
-
-    def _store_last_metrics(self) -> None:
-        """Wait for the record of the last step: while all peers leave, the DHT takes seconds, and this peer less."""
-        if not self.history:
-            return
-        key, value = f"{self.args.run_id}_metrics", self.history[-1].dict(exclude={"time"})
-        expires = run_time() + self.args.statistics_expiration
-        with contextlib.suppress(Exception):  # hivemind's, if nobody answers any more
-            stored = self.peer.dht.store(key, value, expires, subkey=self.peer.public_key, return_future=True)
-            stored.result(timeout=self.MAX_STORE_SECONDS)
 
     def restore_checkpoint(self) -> TrainingState | None:
         return checkpoints.restore_newest(self.folder, self.args.run_id, self.optimizer.state_averager)

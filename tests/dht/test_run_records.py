@@ -26,18 +26,21 @@ from hivemind.utils.multiaddr import Multiaddr
 from cotrain.admission.invitations import load_identity
 from cotrain.arguments import BaseTrainingArguments
 from cotrain.common.errors import UserError
-from cotrain.dht.run_records import HISTORY_LENGTH, PeerInfo, RoundStatistics, make_validators
+from cotrain.dht.run_records import HISTORY_LENGTH, TrainerRecord, make_validators
 from cotrain.peer.addresses import announce_public_ip, choose_maddrs, fix_tcp_port, get_free_port
 from peerstep.clock import run_time
 from peerstep.node import DHTProtocol
 from peerstep.records import RunValidator, SignatureValidator, get_dictionary, signer_of, store_record
 from peerstep.redial import _redial, find_tcp_endpoint
+from tests.support.dht_records import trainer_record
 from tests.support.hostile_peer import RAW, nest
 from tests.support.peers import local_peer
 
 GOOD = {"step": 3, "samples_per_second": 1.5, "samples_accumulated": 64, "loss": 12.5, "mini_steps": 2}
 KEY = RSAPrivateKey()
 FULL_HISTORY = [[2**31 - 1, 123.456789, 10**9, 123.456789, 10**9]] * HISTORY_LENGTH
+COUNTS = {"rounds": 64, "complete": 64, "computed": 10**9, "applied": 10**9, "averaging": 0.123456789}
+LARGEST = trainer_record(*FULL_HISTORY, username="\U0001f600" * 64, **COUNTS)
 
 
 def is_accepted(name: str, value, subkey: bytes | None = None, signer: RSAPrivateKey = KEY, lifetime: float = 60):
@@ -63,15 +66,14 @@ def is_valid(validator: RecordValidatorBase, record: DHTRecord) -> bool:
         ("metrics", GOOD),
         ("metrics", {**GOOD, "mini_steps": 0, "loss": 0.0}),
         ("metrics", {**GOOD, "metric of a newer peer": 0.5}),
-        ("history", [list(GOOD.values())]),
-        ("history", [[*GOOD.values(), 0.5, None]]),
-        ("history", FULL_HISTORY),
+        ("trainers", trainer_record()),
+        ("trainers", trainer_record(list(GOOD.values()))),
+        ("trainers", trainer_record([*GOOD.values(), 0.5, None])),
+        ("trainers", LARGEST),
         ("monitor", {"stores_checkpoints": True, "checkpoint_step": -1}),
-        ("peers", {"username": "", "leaving": False}),
-        ("peers", {"username": "", "leaving": False, "field of another version": 4096}),
-        ("peers", PeerInfo(username="", leaving=True).dict()),
-        ("rounds", RoundStatistics(rounds=64, complete=2).dict()),
-        ("rounds", RoundStatistics(rounds=64, complete=2, computed=10**9, applied=0).dict()),
+        ("trainers", {**trainer_record(), "field of another version": 4096}),
+        ("trainers", TrainerRecord(**trainer_record(rounds=64, complete=2, averaging=None)).dict()),
+        ("trainers", trainer_record(rounds=64, complete=2, computed=10**9, applied=0)),
         ("training_progress.0", {"protocol": 2, "epoch": 3}),
         ("training_progress.0", None),
         *(("state_averager.all_averagers", value) for value in (12.0, 12, None)),
@@ -93,17 +95,20 @@ def test_good_records_are_accepted(name, value):
         ("metrics", {**GOOD, 7: 1}),
         ("metrics", {"step": 3}),
         ("metrics", None),
-        ("history", FULL_HISTORY + FULL_HISTORY[:1]),
-        *(("history", [[*GOOD.values(), *more]]) for more in (["text"], range(100))),
-        *(("history", [row]) for row in ([1, 2, 3], [None, *list(GOOD.values())[1:]])),
+        ("trainers", trainer_record(*FULL_HISTORY, FULL_HISTORY[0])),
+        *(("trainers", trainer_record([*GOOD.values(), *more])) for more in (["text"], range(100))),
+        *(("trainers", trainer_record(row)) for row in ([1, 2, 3], [None, *list(GOOD.values())[1:]])),
         ("monitor", {"stores_checkpoints": 1, "checkpoint_step": 3}),
-        ("peers", {"username": "x" * 65, "leaving": False}),
-        ("peers", {"username": b"x", "leaving": False}),
-        ("rounds", {"rounds": 65, "complete": 0}),
-        ("rounds", {"rounds": 3, "complete": -1}),
-        ("rounds", {"rounds": 3}),
-        ("rounds", {"rounds": 3, "complete": 1, "computed": 10**9 + 1, "applied": 0}),
-        ("rounds", {"rounds": 3, "complete": 1, "extra": "text"}),
+        ("trainers", trainer_record(username="x" * 65)),
+        ("trainers", trainer_record(username=b"x")),
+        ("trainers", trainer_record(leaving=1)),
+        ("trainers", trainer_record(rounds=65)),
+        ("trainers", trainer_record(rounds=3, complete=-1)),
+        ("trainers", {"username": "", "leaving": False, "history": []}),
+        ("trainers", trainer_record(computed=10**9 + 1)),
+        ("trainers", trainer_record(averaging=1.5)),
+        ("trainers", trainer_record(extra="text")),
+        ("history", []),
         *(("training_progress.0", value) for value in (True, [1])),
         *(("state_averager.all_averagers", value) for value in (True, float("inf"), -1, [1])),
     ],
@@ -260,7 +265,7 @@ def test_record_that_many_nodes_answer_with_is_checked_once(monkeypatch):
     forged = [
         dataclasses.replace(signed, expiration_time=record.expiration_time + 1),
         dataclasses.replace(signed, value=signed.value.replace(b"step", b"stop")),
-        dataclasses.replace(signed, key=DHTID.generate("run_peers").to_bytes()),
+        dataclasses.replace(signed, key=DHTID.generate("run_trainers").to_bytes()),
     ]
     assert not any(validator.validate(other) for other in forged for _ in range(2)), "none is remembered as valid"
     assert len(checked) == 7
@@ -327,9 +332,9 @@ def test_full_records_survive_the_pipe_and_the_dht(tmp_path):
     """The largest record is stored and read hundreds of times; hivemind's control pipe breaks above 16 KiB."""
     with local_peer(tmp_path, "run") as peer:
         for _ in range(200):
-            store_record(peer.dht, "run_history", peer.public_key, FULL_HISTORY, 60)
-        found = get_dictionary(peer.dht, "run_history")
-        assert [record.value for record in found.values()] == [FULL_HISTORY]
+            store_record(peer.dht, "run_trainers", peer.public_key, LARGEST, 60)
+        found = get_dictionary(peer.dht, "run_trainers")
+        assert [record.value for record in found.values()] == [LARGEST]
         assert get_dictionary(peer.dht, "run_metrics") == {}
 
 

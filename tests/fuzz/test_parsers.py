@@ -63,7 +63,7 @@ from peerstep.state_download import StateDownload, StateLoadError, check_epoch, 
 from peerstep.wire import TensorAssembler, TensorSpec, check_tensor
 from run_training_monitor import ARGUMENTS as MONITOR_ARGUMENTS
 from tests.fuzz.mutations import NUMBERS, altered, altered_fields, bounded, damaged, fuzz, to_json
-from tests.support.dht_records import entries, metric
+from tests.support.dht_records import entries, metric, trainer_record
 from tests.support.offline import offline_averager
 
 GRADIENT, PARAMETER = TensorRole.GRADIENT, TensorRole.PARAMETER
@@ -76,17 +76,21 @@ SETTINGS = {"run_id": "run", "learning_rate": 0.01, "local_updates": True, "data
             "model_name_or_path": '{"model_type":"gpt2","n_layer":3}', "optimizer": "lamb"}  # fmt: skip
 RECORDS = {
     "metrics": metric(17),
-    "history": entries(metric(16), metric(17)),
+    "trainers": trainer_record(
+        *entries(metric(16), metric(17)), username="alice", rounds=4, complete=3, computed=64, applied=60
+    ),
     "monitor": {"stores_checkpoints": True, "checkpoint_step": 17},
-    "peers": {"username": "alice", "leaving": False},
-    "rounds": {"rounds": 4, "complete": 3, "computed": 64, "applied": 60},
     "training_progress": PROGRESS,
     "state_averager.all_averagers": 17.0,
     "run_config": RunConfig.sign(SETTINGS, KEY).record,
 }
 
 BOUNDS = {  # records at the bounds of what is valid, which the mutations rarely make
-    "history": [[[0] * 5 + [0.5, None]], [[0] * 40], [[0]], [[0, True, 0, 0.0, 0]]],
+    "trainers": [
+        trainer_record(row, **fields)
+        for row in ([0] * 5 + [0.5, None], [0] * 40, [0], [0, True, 0, 0.0, 0])
+        for fields in ({}, {"averaging": 0.5}, {"averaging": 2.0})
+    ],
     "metrics": [{**metric(17), "x": 1e12}, {**metric(17), "x": "text"}],
     "training_progress": [None, {**PROGRESS, "away": 1}, {**PROGRESS, "samples_accumulated": -1}],
 }
@@ -103,22 +107,21 @@ def key_of(name: str) -> bytes:
 def read_everywhere(name: str, value: object) -> None:
     """Pass an accepted record to each of its readers."""
     found = {PEER: ValueWithExpiration(value, time.time() + 60)}
-    if name in ("metrics", "history", "training_progress"):
-        progress, history, metrics = (
+    if name in ("trainers", "training_progress"):
+        progress, trainers = (
             found if name == kind else {PEER: ValueWithExpiration(RECORDS[kind], time.time() + 60)}
-            for kind in ("training_progress", "history", "metrics")
+            for kind in ("training_progress", "trainers")
         )
         aggregator = MetricsAggregator()
         for seconds in (0, 40, 80):
-            aggregator.update(time.time() + seconds, metrics, history, progress)
+            aggregator.update(time.time() + seconds, trainers, progress)
         bounded(parse_progress, PEER.to_bytes(), value)
-    elif name == "peers":
+    if name == "trainers":
         with tempfile.TemporaryDirectory() as folder:
             contributors = Contributors(Path(folder), "run")
             contributors.record_names({peer: record.value["username"] for peer, record in found.items()})
             assert contributors.find_name(PEER).isprintable()
-    elif name == "rounds":
-        assert all(0 <= share <= 1 for share in parse_shares(found).values())
+        assert all(0 <= share <= 1 for share in parse_shares([value]).values())
     elif name == "run_config":
         choose({SUBKEY: value}, {PEER}, "run")
     else:
@@ -134,7 +137,7 @@ def test_records(draw):
     value = draw(st.one_of(st.just(value), damaged(value)))
     subkey = draw(st.one_of(st.just(MSGPackSerializer.dumps(SUBKEY)), damaged(MSGPackSerializer.dumps(SUBKEY))))
     lifetime = draw(st.sampled_from([60.0, 60.0, 60.0, *map(float, NUMBERS)]))
-    key = draw(st.sampled_from([key_of(name)] * 6 + [key_of("peers"), b"", SUBKEY]))
+    key = draw(st.sampled_from([key_of(name)] * 6 + [key_of("monitor"), b"", SUBKEY]))
     known = draw(st.lists(st.sampled_from([-1.0, 60.0]), max_size=2))
     validator._subkeys[key] = {b"%d" % index: time.time() + seconds for index, seconds in enumerate(known)}
     record = DHTRecord(key, subkey, value, time.time() + lifetime)
@@ -145,7 +148,7 @@ def test_records(draw):
         assert validator.validate(signed) and len(validator._subkeys[key]) <= validator.MAX_SUBKEYS
         value, subkey = (MSGPackSerializer.loads(part) for part in (validator.strip_value(signed), subkey))
         assert subkey == SUBKEY
-        read_everywhere(name if key == key_of(name) else "peers", value)
+        read_everywhere(name if key == key_of(name) else "monitor", value)
 
 
 @fuzz(80)

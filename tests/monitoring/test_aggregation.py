@@ -11,11 +11,15 @@ from hypothesis import strategies as st
 
 from cotrain.dht.metrics_schema import HISTORY_LENGTH
 from cotrain.monitoring.aggregation import MAX_JUMP, MAX_PENDING_STEPS, MAX_STEPS_PER_SECOND, MetricsAggregator
-from tests.support.dht_records import entries, heartbeat, metric, steps_of
+from tests.support.dht_records import entries, heartbeat, metric, snapshot, steps_of
 
 START = 1_700_000_000.0  # some DHT time
 SETTLE = 30.0
 ALIVE = 120.0
+
+
+def update(aggregator, *view):
+    return aggregator.update(*snapshot(*view))
 
 
 def make_aggregator(**options):
@@ -30,7 +34,7 @@ def test_loss_is_weighted_by_samples():
         b"a": metric(1, loss=20.0, mini_steps=2, samples=100, speed=3.0),  # mean 10
         b"b": metric(1, loss=28.0, mini_steps=7, samples=300, speed=4.0),  # mean 4
     }
-    (report,) = make_aggregator().update(START, metrics)
+    (report,) = update(make_aggregator(), START, metrics)
     assert (report.step, report.samples, report.contributors, report.mini_steps) == (1, 400, 2, 9)
     assert report.loss == pytest.approx((100 * 10 + 300 * 4) / 400)
     assert (report.alive_peers, report.performance, report.time) == (2, 7.0, START)
@@ -40,15 +44,15 @@ def test_loss_is_weighted_by_samples():
 def test_absurd_samples_do_not_swamp_the_loss():
     metrics = {b"a": metric(1, loss=4.0, samples=60), b"b": metric(1, loss=4.0, samples=40)}
     liar = {b"liar": metric(1, loss=200.0, samples=10**9)}
-    (report,) = make_aggregator(target_batch_size=100).update(START, metrics | liar)
+    (report,) = update(make_aggregator(target_batch_size=100), START, metrics | liar)
     assert report.samples == 100 + 100
-    assert {step.peer: step.samples_accumulated for step in report.contributions}[b"liar"] == 100
+    assert {step.peer: step.samples for step in report.contributions}[b"liar"] == 100
     assert report.loss == pytest.approx((100 * 2 + 100 * 100) / 200)
 
 
 def test_trainers_without_samples_are_no_measure():
     metrics = {b"%d" % number: metric(1, samples=samples) for number, samples in enumerate((0, 0, 80, 90))}
-    (report,) = make_aggregator(target_batch_size=100).update(START, metrics)
+    (report,) = update(make_aggregator(target_batch_size=100), START, metrics)
     assert report.samples == 170 and report.loss == pytest.approx(5.0)
 
 
@@ -57,8 +61,8 @@ def test_free_rider_counts_as_in_the_round(invited, counted):
     """Twice the median of three others, unless each name is one that can be revoked."""
     metrics = {name: metric(1, samples=samples) for name, samples in ((b"a", 30), (b"b", 20), (b"c", 40))}
     aggregator = make_aggregator(target_batch_size=100, believes_weights=invited)
-    (report,) = aggregator.update(START, metrics | {b"free rider": metric(1, samples=10**9)})
-    assert {step.peer: step.samples_accumulated for step in report.contributions}[b"free rider"] == counted
+    (report,) = update(aggregator, START, metrics | {b"free rider": metric(1, samples=10**9)})
+    assert {step.peer: step.samples for step in report.contributions}[b"free rider"] == counted
     assert report.samples == 90 + counted
 
 
@@ -127,7 +131,7 @@ def test_sequence(last_reported_step, updates):
             for key, beat in heartbeats.items()
         }
         view = {key.encode(): metric(step) for key, step in metrics.items()}
-        reports = aggregator.update(START + second, view, {}, progress)
+        reports = update(aggregator, START + second, view, {}, progress)
         assert steps_of(reports) == expected_steps and len(aggregator.live_peers) == num_alive, f"second {second}"
 
 
@@ -135,8 +139,8 @@ def test_peer_without_metrics_yet_counts_with_its_heartbeat():
     aggregator = make_aggregator()
     metrics = {b"a": metric(1, speed=1.0), b"b": metric(1, speed=1.0)}
     progress = {key: heartbeat(START, 1) for key in (b"a", b"b", b"joined")}
-    assert aggregator.update(START, metrics, {}, progress) == []  # it may be about to report step 1 as well
-    (report,) = aggregator.update(START + SETTLE, metrics, {}, progress)
+    assert update(aggregator, START, metrics, {}, progress) == []  # it may be about to report step 1 as well
+    (report,) = update(aggregator, START + SETTLE, metrics, {}, progress)
     assert len(aggregator.live_peers) == 3 and (report.alive_peers, report.contributors) == (2, 2)
 
 
@@ -145,13 +149,13 @@ def test_contribution_of_a_slow_trainer_is_waited_for(late, counts):
     """It reports a step at the end of its local step, which takes longer than `settle_time`."""
     aggregator = make_aggregator()
     metrics = {b"a": metric(1), b"b": metric(1), b"slow": metric(1)}
-    aggregator.update(START, metrics, {}, {peer: heartbeat(START, 1) for peer in metrics})
+    update(aggregator, START, metrics, {}, {peer: heartbeat(START, 1) for peer in metrics})
     found = []
     for second in range(5, 200, 5):
         now = START + second
         progress = {peer: heartbeat(now, 2, contributed=32) for peer in metrics} | {b"none": heartbeat(now, 2)}
         view = metrics | {b"a": metric(2), b"b": metric(2)} | ({b"slow": metric(2)} if second >= late else {})
-        found += [(second, report) for report in aggregator.update(now, view, {}, progress)]
+        found += [(second, report) for report in update(aggregator, now, view, {}, progress)]
         assert aggregator.is_waiting == (not found)
     ((second, report),) = found
     assert (second, report.contributors, report.samples) == ((late, 3, 96) if counts else (125, 2, 64))
@@ -164,23 +168,23 @@ def test_steps_that_a_peer_took_alone_count_once_when_they_are_found(restarts):
     for second, step in ((0, 1), (5, 2)):
         metrics = {peer: metric(step) for peer in peers}
         beats = {peer: heartbeat(START + second, step) for peer in peers}
-        aggregator.update(START + second, metrics, {}, beats)
+        update(aggregator, START + second, metrics, {}, beats)
     if restarts:
         aggregator = make_aggregator(last_reported_step=2)
         metrics, beats = ({peer: part[peer] for peer in (b"a", b"b")} for part in (metrics, beats))
     for second, step in ((100, 3), (105, 4)):
         metrics |= {b"a": metric(step), b"b": metric(step)}
         beats |= {peer: heartbeat(START + second, step) for peer in (b"a", b"b")}
-        assert steps_of(aggregator.update(START + second, metrics, {}, beats)) == [step] and not aggregator.late
+        assert steps_of(update(aggregator, START + second, metrics, {}, beats)) == [step] and not aggregator.late
     history = {b"alone": entries(*(metric(step, samples=100 * step) for step in range(1, 6)))}
     metrics |= {peer: metric(5, samples=500) for peer in peers}
     beats |= {peer: heartbeat(START + 110, 5) for peer in peers}
-    (report,) = aggregator.update(START + 110, metrics, history, beats)
+    (report,) = update(aggregator, START + 110, metrics, history, beats)
     assert (report.step, report.contributors) == (5, 3)
-    assert [(late.peer, late.step, late.samples_accumulated) for late in aggregator.late] == [
+    assert [(late.peer, late.step, late.samples) for late in aggregator.late] == [
         (b"alone", 3, 300), (b"alone", 4, 400)
     ]  # fmt: skip
-    assert not aggregator.update(START + 115, metrics, history, beats) and not aggregator.late
+    assert not update(aggregator, START + 115, metrics, history, beats) and not aggregator.late
 
 
 def test_record_that_is_stored_again_is_no_restart():
@@ -188,7 +192,7 @@ def test_record_that_is_stored_again_is_no_restart():
     aggregator, history = make_aggregator(), {b"a": entries(*map(metric, range(1, 4)))}
     for seconds in (0.0, 5.0, 10.0):
         metrics = {b"a": ValueWithExpiration(metric(3), START + 600 + seconds)}
-        reports = aggregator.update(START + seconds, metrics, history, {b"a": heartbeat(START + seconds, 3)})
+        reports = update(aggregator, START + seconds, metrics, history, {b"a": heartbeat(START + seconds, 3)})
         assert steps_of(reports) == ([] if seconds else [1, 2, 3]) and not aggregator.late
 
 
@@ -204,7 +208,7 @@ def test_values_of_a_step_are_those_of_the_step_whenever_it_is_read():
         for peer, steps in took.items()
     }
     metrics = {peer: metric(steps[-1], samples=20) for peer, steps in took.items()}
-    reports = make_aggregator(settle_time=0.0).update(START + 900, metrics, history, dict.fromkeys(took))
+    reports = update(make_aggregator(settle_time=0.0), START + 900, metrics, history, dict.fromkeys(took))
     assert [(report.step, report.alive_peers, report.contributors) for report in reports] == [
         (1, 3, 3), (2, 3, 3), (3, 3, 3), (4, 3, 3)
     ]  # fmt: skip
@@ -218,10 +222,10 @@ def test_peers_that_do_not_average_with_the_others_do_not_count():
     metrics = {peer: metric(1) for peer in "abc"}
     other = {"old": heartbeat(START, 7, protocol=3), "misfit": heartbeat(START, 7, schema="another model")}
     progress = {peer: heartbeat(START, 1) for peer in "abc"} | other
-    (report,) = aggregator.update(START, metrics, {}, progress)
+    (report,) = update(aggregator, START, metrics, {}, progress)
     assert (len(aggregator.live_peers), report.alive_peers, report.step) == (3, 3, 1)
     away = {"c": heartbeat(START + 5, 1, away=True)}
-    (report,) = aggregator.update(START + 5, metrics | {peer: metric(2) for peer in "ab"}, {}, progress | away)
+    (report,) = update(aggregator, START + 5, metrics | {peer: metric(2) for peer in "ab"}, {}, progress | away)
     assert report.step == 2, "nobody waits for a peer that is away"
 
 
@@ -230,23 +234,23 @@ def test_peers_that_do_not_average_with_the_others_do_not_count():
 
 def test_steps_between_two_refreshes_come_from_the_history():
     aggregator = make_aggregator()
-    assert steps_of(aggregator.update(START, {b"a": metric(1), b"b": metric(1)})) == [1]
+    assert steps_of(update(aggregator, START, {b"a": metric(1), b"b": metric(1)})) == [1]
     history = {
         b"a": entries(*(metric(step, loss=2.0 * step) for step in range(1, 6))),
         b"b": entries(*(metric(step, loss=4.0 * step) for step in range(1, 6))),
     }
-    reports = aggregator.update(START + 30, {b"a": metric(5, loss=10.0), b"b": metric(5, loss=20.0)}, history)
+    reports = update(aggregator, START + 30, {b"a": metric(5, loss=10.0), b"b": metric(5, loss=20.0)}, history)
     assert steps_of(reports) == [2, 3, 4, 5]
     assert [report.loss for report in reports] == [1.5 * step for step in range(2, 6)]
     assert all(report.contributors == 2 for report in reports), "no step mixes two"
-    assert aggregator.update(START + 60, {b"a": metric(5), b"b": metric(5)}, history) == []
+    assert update(aggregator, START + 60, {b"a": metric(5), b"b": metric(5)}, history) == []
 
 
 def test_restarted_monitor_repeats_nothing():
     history = {b"a": entries(*map(metric, range(1, 21)))}
     aggregator = make_aggregator(last_reported_step=17)
-    assert steps_of(aggregator.update(START, {b"a": metric(20)}, history)) == [18, 19, 20]
-    assert make_aggregator(last_reported_step=20).update(START, {b"a": metric(20)}, history) == []
+    assert steps_of(update(aggregator, START, {b"a": metric(20)}, history)) == [18, 19, 20]
+    assert update(make_aggregator(last_reported_step=20), START, {b"a": metric(20)}, history) == []
 
 
 # The global step of the run
@@ -255,10 +259,10 @@ def test_restarted_monitor_repeats_nothing():
 @pytest.mark.parametrize("step, at_once", [(0, True), (1, True), (40, False), (4000, False)])
 def test_lone_peer_is_believed(step, at_once):
     aggregator = make_aggregator()
-    assert steps_of(aggregator.update(START, {b"a": metric(step)})) == ([step] if at_once else [])
-    assert aggregator.update(START + SETTLE - 1, {b"a": metric(step)}) == [], "a jump must be visible for a while"
-    assert steps_of(aggregator.update(START + SETTLE, {b"a": metric(step)})) == ([] if at_once else [step])
-    assert steps_of(aggregator.update(START + SETTLE + 5, {b"a": metric(step + 1)})) == [step + 1]
+    assert steps_of(update(aggregator, START, {b"a": metric(step)})) == ([step] if at_once else [])
+    assert update(aggregator, START + SETTLE - 1, {b"a": metric(step)}) == [], "a jump must be visible for a while"
+    assert steps_of(update(aggregator, START + SETTLE, {b"a": metric(step)})) == ([] if at_once else [step])
+    assert steps_of(update(aggregator, START + SETTLE + 5, {b"a": metric(step + 1)})) == [step + 1]
 
 
 @pytest.mark.parametrize("honest", [1, 2, 3])
@@ -272,7 +276,7 @@ def test_lone_outlier_neither_moves_nor_stops_the_run(honest, claim, last_report
         metrics = {b"liar": metric(claim + second, loss=-1e9)}
         metrics |= {b"honest%d" % peer: metric(step) for peer in range(honest)}
         history = {b"liar": entries(*(metric(claim + second - back, loss=-1e9) for back in range(40)))}
-        reported += aggregator.update(START + second, metrics, history)
+        reported += update(aggregator, START + second, metrics, history)
     assert steps_of(reported) == list(range(50, 90))
     assert all(report.loss == 5.0 for report in reported)
 
@@ -280,12 +284,16 @@ def test_lone_outlier_neither_moves_nor_stops_the_run(honest, claim, last_report
 def test_liar_that_stays_when_the_others_leave_advances_the_run_at_a_bounded_rate():
     aggregator = make_aggregator(last_reported_step=6)
     liar, honest = {b"liar": metric(10**6)}, {b"a": metric(7), b"b": metric(7)}
-    progress = dict.fromkeys(honest, heartbeat(START, 7))
-    aggregator.update(START, honest | liar, {}, progress)
+
+    def beats(second, progress):
+        return progress | {b"liar": heartbeat(START + second, 10**6)}
+
+    update(aggregator, START, honest | liar, {}, beats(0, dict.fromkeys(honest, heartbeat(START, 7))))
     for second in range(10, int(10**6 / MAX_STEPS_PER_SECOND) - 100, 1000):
-        assert aggregator.update(START + second, honest | liar, {}, dict.fromkeys(honest)) == []
-    honest, progress = dict.fromkeys(honest, metric(8)), dict.fromkeys(honest, heartbeat(START + 10**5, 8))
-    assert steps_of(aggregator.update(START + 10**5, honest | liar, {}, progress)) == [8]
+        assert update(aggregator, START + second, honest | liar, {}, beats(second, dict.fromkeys(honest))) == []
+    honest = dict.fromkeys(honest, metric(8))
+    progress = beats(10**5, dict.fromkeys(honest, heartbeat(START + 10**5, 8)))
+    assert steps_of(update(aggregator, START + 10**5, honest | liar, {}, progress)) == [8]
 
 
 @pytest.mark.parametrize("last_reported_step", [-1, 4999])
@@ -300,7 +308,7 @@ def test_peer_in_a_run_of_its_own_is_ignored(last_reported_step):
         elif second > 500:
             del metrics[b"b"]
         history = {b"a": entries(*map(metric, range(max(5000, step - 54), step + 1)))}
-        reported += steps_of(aggregator.update(START + second, metrics, history))
+        reported += steps_of(update(aggregator, START + second, metrics, history))
     assert reported == list(range(5000, 5100))
 
 
@@ -319,7 +327,7 @@ def test_byzantine_first_peer_does_not_end_the_reports(
         return {b"liar": metric(step, loss=1e9, samples=samples)}
 
     for second in range(0, 300, 10):
-        aggregator.update(START + second, lie(second))
+        update(aggregator, START + second, lie(second))
     assert aggregator.last_reported_step >= claim, "there is nobody to contradict"
     reported, back_at = [], None
     for second in range(0, 600, 10):
@@ -327,7 +335,7 @@ def test_byzantine_first_peer_does_not_end_the_reports(
         metrics = {b"honest%d" % peer: metric(step) for peer in range(honest)}
         history = {key: entries(*map(metric, range(first_step, step + 1))) for key in metrics}
         before = aggregator.last_reported_step
-        reports = steps_of(aggregator.update(START + 300 + second, metrics | lie(300 + second), history))
+        reports = steps_of(update(aggregator, START + 300 + second, metrics | lie(300 + second), history))
         back_at = second if aggregator.last_reported_step < before else back_at
         reported += reports if back_at is not None else []
     assert reported == list(range(first_step, first_step + 30)), "none is lost"
@@ -340,7 +348,7 @@ def test_restarted_run_is_followed():
     for second in range(0, 300, 10):
         step = 4900 + second // 10
         history = {key: entries(*map(metric, range(step - 54, step + 1))) for key in (b"a", b"b")}
-        reported += steps_of(aggregator.update(START + second, dict.fromkeys(history, metric(step)), history))
+        reported += steps_of(update(aggregator, START + second, dict.fromkeys(history, metric(step)), history))
     assert reported == list(range(4900, 4930)), "not the steps before, which the other monitor may have reported"
 
 
@@ -359,7 +367,7 @@ def revive(lost: int, number: int, pace: float, refresh: int, keys: str) -> list
     killed_history = {key: entries(*map(metric, range(46, value["step"] + 1))) for key, value in killed.items()}
     last_heartbeats = {key: heartbeat(START - 1, value["step"], samples=1) for key, value in killed.items()}
     before = {key: heartbeat(START - refresh, 100) for key in killed}
-    assert steps_of(aggregator.update(START - refresh, dict.fromkeys(killed, metric(100)), {}, before)) == [100]
+    assert steps_of(update(aggregator, START - refresh, dict.fromkeys(killed, metric(100)), {}, before)) == [100]
     reported = []
     for second in range(refresh // 2, 3000, refresh):
         metrics, history, progress = killed, killed_history, last_heartbeats if second < ALIVE else {}
@@ -370,7 +378,7 @@ def revive(lost: int, number: int, pace: float, refresh: int, keys: str) -> list
             metrics = metrics | new
             history = history | dict.fromkeys(new, entries(*(metric(step, loss=9.0) for step in own_steps)))
             progress = progress | {key: heartbeat(START + second, step, samples=second) for key in new}
-        reports = aggregator.update(START + second, metrics, history, progress)
+        reports = update(aggregator, START + second, metrics, history, progress)
         reported += [(second, report.step) for report in reports]
     return reported
 
@@ -395,13 +403,13 @@ def test_revived_run_is_not_mixed_with_the_one_before():
     aggregator = make_aggregator(last_reported_step=15)
     killed = {b"old0": metric(17, loss=1e9), b"old1": metric(16), b"old2": metric(16)}
     last_heartbeats = {key: heartbeat(START, value["step"]) for key, value in killed.items()}
-    aggregator.update(START, killed, {}, last_heartbeats)
+    update(aggregator, START, killed, {}, last_heartbeats)
     reports = []
     for second in range(30, 300, 30):
         metrics = {b"new0": metric(14 + second // 30), b"new1": metric(14 + second // 30), b"liar": metric(3)}
         history = {key: entries(*map(metric, range(15, value["step"] + 1))) for key, value in metrics.items()}
         progress = {key: heartbeat(START + second, value["step"], samples=second) for key, value in metrics.items()}
-        reports += aggregator.update(START + second, killed | metrics, history, last_heartbeats | progress)
+        reports += update(aggregator, START + second, killed | metrics, history, last_heartbeats | progress)
     assert steps_of(reports) == list(range(15, 24)) and all(report.loss == 5.0 for report in reports)
 
 
@@ -413,7 +421,7 @@ def test_outdated_copies_in_the_dht_change_nothing():
         metrics = {b"a": ValueWithExpiration(metric(step), START + 600 + 60 * step)}
         history = {b"a": entries(*map(metric, range(step + 1)))}
         progress = {b"a": heartbeat(START + second - (100 if second % 120 == 90 else 0), step, samples=second)}
-        reported += steps_of(aggregator.update(START + second, metrics, history, progress))
+        reported += steps_of(update(aggregator, START + second, metrics, history, progress))
     assert reported == list(range(24))
 
 
@@ -426,7 +434,7 @@ def test_stragglers_do_not_pull_the_run_back():
         metrics = {b"a": metric(step), b"b": metric(step - 20)}
         progress = {b"new%d" % number: heartbeat(START + second, 0) for number in range(5)}
         progress |= {key: heartbeat(START + second, value["step"]) for key, value in metrics.items()}
-        reported += steps_of(aggregator.update(START + second, metrics, {}, progress))
+        reported += steps_of(update(aggregator, START + second, metrics, {}, progress))
     assert reported == list(range(100, 200))
 
 
@@ -440,11 +448,11 @@ def test_memory_is_bounded_by_the_peers_of_the_newest_minutes():
         return dict.fromkeys(keys, metric(step)), dict.fromkeys(keys, history), progress
 
     aggregator = make_aggregator()
-    reports = aggregator.update(START, *view(HISTORY_LENGTH - 1, b"honest"))
+    reports = update(aggregator, START, *view(HISTORY_LENGTH - 1, b"honest"))
     assert len(reports) == HISTORY_LENGTH and reports[-1].contributors == 100
     tracemalloc.start()
     for minute in range(1, 4):  # new keys each minute
-        aggregator.update(START + 60 * minute, *view(2**30, b"flood%d-" % minute))
+        update(aggregator, START + 60 * minute, *view(2**30, b"flood%d-" % minute))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(aggregator._peers) <= 100 * (1 + 2 * ALIVE / 60) and peak < 20e6
@@ -455,7 +463,7 @@ def test_memory_does_not_grow_over_a_long_run():
     for step in range(3000):
         now = START + 5 * step
         key = b"peer%d" % (step // 10)  # a volunteer joins, stays for ten steps, and leaves
-        aggregator.update(now, {b"stays": metric(step), key: metric(step)}, {}, {})
+        update(aggregator, now, {b"stays": metric(step), key: metric(step)}, {}, {})
     assert aggregator.last_reported_step > 2990  # the monitor waits for peers that left without a goodbye
     assert len(aggregator._peers) < 20 and len(aggregator._reached) < 20
     assert sum(len(peer.pending) for peer in aggregator._peers.values()) < 20
@@ -465,7 +473,7 @@ def test_unreported_steps_of_a_peer_are_bounded():
     aggregator = make_aggregator()
     for step in range(100, 1000):  # a new step each time, none ahead of the run
         peers = {b"a": metric(2000), b"b": metric(2000), b"liar": metric(2000)}
-        aggregator.update(START, peers, {b"liar": entries(metric(step))})
+        update(aggregator, START, peers, {b"liar": entries(metric(step))})
     assert len(aggregator._peers[b"liar"].pending) == MAX_PENDING_STEPS
 
 
@@ -494,11 +502,15 @@ def test_any_records(sequence, last_reported_step):
     reports, now = [], 0.0
     for elapsed, *records in sequence:
         now += elapsed
-        new_reports = aggregator.update(now, *records)
+        new_reports = update(aggregator, now, *records)
         assert steps_of(new_reports) == sorted(set(steps_of(new_reports)))
         reports += new_reports
     for report in reports:
-        means = [c.loss / c.mini_steps for c in report.contributions if c.mini_steps and c.samples_accumulated]
+        means = [
+            c.metrics["loss"] / c.metrics["mini_steps"]
+            for c in report.contributions
+            if c.metrics["mini_steps"] and c.samples
+        ]
         assert (report.loss is None) == (not means)
         if means:
             assert min(means) <= report.loss <= max(means)
@@ -534,8 +546,9 @@ def test_honest_swarm_loses_no_step_and_no_contribution(seed, honest, has_liar, 
             for peer, records in known.items()
         }
         if has_liar:
-            metrics[b"liar"] = metric(random.choice([0, max(0, first_step + random.randint(-5, 40)), 10**9]), loss=1e9)
-        reports += aggregator.update(now, metrics, history, progress)
+            claim = random.choice([0, max(0, first_step + random.randint(-5, 40)), 10**9])
+            metrics[b"liar"], progress[b"liar"] = metric(claim, loss=1e9), heartbeat(now, claim)
+        reports += update(aggregator, now, metrics, history, progress)
         now += refresh
     expected = list(range(first_step, first_step + steps))
     if not has_liar:

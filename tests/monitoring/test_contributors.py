@@ -5,12 +5,12 @@ import pytest
 from cotrain.monitoring import contributors
 from cotrain.monitoring.aggregation import StepReport
 from cotrain.monitoring.contributors import Contributors, clean_name
-from cotrain.monitoring.parsing import PeerStep
+from tests.support.dht_records import peer_step
 
 
 def make_report(step: int, **samples: int) -> StepReport:
     """Build the report of a step with these samples per peer."""
-    steps = tuple(PeerStep(peer, step, 1.0, number, 1.0, 1) for peer, number in samples.items())
+    steps = tuple(peer_step(peer, step, number) for peer, number in samples.items())
     return StepReport(step, 1.0, 2, sum(samples.values()), 1.0, 2, 2, 0.0, steps)
 
 

@@ -19,11 +19,11 @@ from cotrain.monitoring.aggregation import StepReport
 from cotrain.monitoring.contributors import Contributors
 from cotrain.monitoring.hub_upload import HubUploader, check_repo, require_token
 from cotrain.monitoring.model_card import CardMetadata
-from cotrain.monitoring.parsing import PeerStep
 from cotrain.tasks.loading import load_task
 from cotrain.training import checkpoints
 from cotrain.training.checkpoints import TrainingState
 from run_training_monitor import TrainingMonitorArguments
+from tests.support.dht_records import peer_step
 from tests.support.fake_hub import TOKEN, FakeHub, fake_hub
 from tests.support.fakes import make_text_task
 from tests.support.peers import TINY_ALBERT, wait_until
@@ -246,7 +246,7 @@ def test_monitor_uploads_a_checkpoint_that_loads(hub, scripts, data, tmp_path):
     checkpoints.save_checkpoint(tmp_path / "monitor", task, task.build_model(), state, {})
     contributors = Contributors(tmp_path / "monitor", "up")
     contributors.record_names({b"key": "<b>alice</b>"})
-    contributors.add(StepReport(3, 5.0, 1, 64, 1.0, 1, 1, 0.0, (PeerStep(b"key", 3, 1.0, 64, 5.0, 1),)))
+    contributors.add(StepReport(3, 5.0, 1, 64, 1.0, 1, 1, 0.0, (peer_step(b"key", 3, 64),)))
     contributors.save()
     flags = ("--run_id", "up", "--repo_id", "me/model", "--license", "mit", "--announce_maddrs", "/dns4/x.org/tcp/99")
     monitor = scripts.monitor(*flags, "--page", "https://example.org/curves")

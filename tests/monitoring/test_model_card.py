@@ -14,7 +14,7 @@ from cotrain.common.flags import parse_arguments
 from cotrain.monitoring.aggregation import StepReport
 from cotrain.monitoring.contributors import Contributors
 from cotrain.monitoring.model_card import CardMetadata, build_card
-from cotrain.monitoring.parsing import PeerStep
+from tests.support.dht_records import peer_step
 from tests.support.fakes import make_text_task
 from tests.support.models import build_model
 from tests.support.peers import TINY_CONFIGS
@@ -43,7 +43,7 @@ HOSTILE_NAMES = [
 def contributed(folder: Path, names: list[str]) -> Contributors:
     contributors = Contributors(folder, "run")
     contributors.record_names({b"%d" % number: name for number, name in enumerate(names)})
-    steps = tuple(PeerStep(b"%d" % number, 1, 1.0, 1000 - number, 1.0, 1) for number in range(len(names)))
+    steps = tuple(peer_step(b"%d" % number, 1, 1000 - number) for number in range(len(names)))
     contributors.add(StepReport(1, 1.0, 1, 1, 1.0, 1, 1, 0.0, steps))
     return contributors
 

@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Hashable
 from types import SimpleNamespace
 from unittest.mock import ANY, Mock
 
@@ -25,8 +25,8 @@ from peerstep import records as dht_records
 from peerstep.clock import run_time
 from peerstep.coordinator import Outcome, StepRecord
 from run_training_monitor import RunArguments, TrainingMonitorArguments
-from tests.support.dht_records import entries, heartbeat, metric
-from tests.support.fakes import FakeAverager, make_session
+from tests.support.dht_records import entries, heartbeat, metric, trainer_record
+from tests.support.fakes import FakeAverager, make_session, storing_peer
 from tests.support.peers import read_jsonl
 
 
@@ -44,12 +44,12 @@ def stored(monkeypatch) -> dict:
 
 
 @pytest.fixture
-def make_trainer(tmp_path):
+def make_trainer(tmp_path, stored):
     """Return a function that builds the session of a trainer with this public key."""
 
     def make_trainer(key: bytes):
         session = make_session(tmp_path / key.decode(), offered=None)
-        session.peer = SimpleNamespace(dht=None, public_key=key)
+        session.peer = storing_peer(stored, key)
         session.optimizer.local_progress = SimpleNamespace(samples_per_second=1.0)
         return session
 
@@ -125,11 +125,12 @@ def test_share_of_applied_samples_comes_from_the_sessions(stored, make_trainer):
             is_missed = step > 100 - num_missed
             record = StepRecord(step, Outcome.MISSED) if is_missed else StepRecord(step, Outcome.ALONE, 4)
             session.status.record_step(record)
-            session.report(StepRecord(step, Outcome.ALONE, 4))
+        session.publish()
         session.status.close()
-    assert stored["run_rounds"][b"b"].value == {"rounds": 0, "complete": 0, "computed": 64 * 4, "applied": 48 * 4}
-    records = {key: record.value for key, record in stored["run_rounds"].items()}
-    assert parse_shares(records)["applied share"] == (64 + 48) / 128
+    records = {key: record.value for key, record in stored["run_trainers"].items()}
+    counts = {name: records[b"b"][name] for name in ("rounds", "complete", "computed", "applied")}
+    assert counts == {"rounds": 0, "complete": 0, "computed": 64 * 4, "applied": 48 * 4}
+    assert parse_shares(records.values())["applied share"] == (64 + 48) / 128
 
 
 @pytest.mark.parametrize(
@@ -149,7 +150,7 @@ def test_last_checkpoint_is_saved_and_uploaded_when_trainers_leave(
         session = make_trainer(b"%d" % number)
         if number < len(leaving):
             session.report(StepRecord(10, Outcome.AVERAGED, 8))
-        session.introduce(leaving=leaves)
+        session.publish(leaving=leaves)
         session.status.close()
     uploader = Mock()
     monitor = make_monitor(tmp_path, Mock(), MetricsAggregator(last_reported_step=9), uploader)
@@ -163,9 +164,8 @@ def test_monitor_shows_the_leaderboard_as_often_as_it_saves_checkpoints(tmp_path
     caplog.set_level("INFO")
     reporter = Mock()
     monitor = make_monitor(tmp_path, reporter, save_checkpoint_step_interval=2)
-    stored["run_peers"] = {b"[owner:a]": SimpleNamespace(value={"username": "al\ni/<c>e", "leaving": False})}
     for step in range(1, 5):
-        stored["run_metrics"] = {b"[owner:a]": metric(step, samples=8)}
+        publish(stored, step, b"[owner:a]", username="al\ni/<c>e", samples=8)
         monitor.refresh()
     key = short(monitor.contributors.top(1)[0].peer_id)
     columns = ("place", "name", "peer", "samples", "steps")  # trackio and wandb show the cells as plain text
@@ -194,9 +194,10 @@ def test_repeated_steps_get_a_second_line(tmp_path, stored, caplog):
     monitor = make_monitor(tmp_path, Reporters(tmp_path, "run"), aggregator)
     for key, steps in ((b"killed", range(1, 17)), (b"revived", range(15, 19))):
         for step in steps:
-            stored["run_metrics"] = {key: ValueWithExpiration(metric(step), 0.0)}
+            publish(stored, step, key, first=steps[0])
             monitor.refresh()
-        aggregator.live_peers[0].has_left = True
+        publish(stored, step, gone=(key,), first=steps[0])
+        monitor.refresh()
     assert [record["step"] for record in read_jsonl(tmp_path / "metrics.jsonl")] == [*range(1, 17), *range(15, 19)]
     assert caplog.text.count("reporting from step #15 again") == 1
     assert [leader.samples for leader in monitor.contributors.top(2)] == [16 * 32, 4 * 32]
@@ -222,13 +223,22 @@ class SimulatedTime:
         self.events.pop(self.now, lambda: None)()
 
 
-def publish(stored: dict, step: int, *trainers: str, gone: tuple[str, ...] = ()) -> None:
+def publish(
+    stored: dict,
+    step: int,
+    *trainers: Hashable,
+    gone: Collection = (),
+    first: int = 1,
+    username: str = "",
+    samples: int = 32,
+) -> None:
     """Let trainers report that they are at a step, and others that they leave after it."""
     now, expires = run_time(), run_time() + 600
     for peer in (*trainers, *gone):
-        rows = entries(*map(metric, range(1, step + 1)))
+        rows = entries(*(metric(number, samples=samples) for number in range(first, step + 1)))
         beat = None if peer in gone else heartbeat(now, step)
-        for key, value in (("metrics", metric(step)), ("history", rows), ("training_progress", beat)):
+        record = trainer_record(*rows, username=username)
+        for key, value in (("trainers", record), ("training_progress", beat)):
             stored.setdefault(f"run_{key}", {})[peer] = ValueWithExpiration(value, expires)
 
 

@@ -1,29 +1,24 @@
 """Parsing of the records in the DHT. What its validators refuse is tested in tests/dht/test_run_records.py."""
 
 import pytest
-from hivemind.utils.timed_storage import ValueWithExpiration
 
-from cotrain.monitoring.parsing import PeerStep, parse_history, parse_metrics, parse_shares
-from tests.support.dht_records import entries, metric, steps_of
+from cotrain.monitoring.parsing import PeerStep, parse_shares, parse_steps
+from tests.support.dht_records import entries, metric, trainer_record
 
 
-def test_reads_what_the_dht_returns():
-    raw = {"peer": ValueWithExpiration(metric(3, loss=7.5), 99.0)}
-    assert parse_metrics(raw) == [PeerStep("peer", 3, 1.5, 32, 7.5, 2, None, 99.0)]
-    assert steps_of(parse_history({"peer": entries(metric(1), metric(2))})) == [1, 2]
-    assert parse_history({"peer": entries(metric(1), times=[17.5])})[0].time == 17.5
+def test_reads_a_history():
+    one, two = parse_steps("peer", entries(metric(3, loss=7.5), metric(4), times=[17.5, 18.5]))
+    assert one == PeerStep("peer", 3, 32, metric(3, loss=7.5) | {"time": 17.5}) and two.step == 4
+    assert parse_steps("peer", entries(metric(3)))[0].metrics["time"] is None
 
 
 def test_nothing_there():
-    assert parse_metrics({}) == parse_history({}) == [] and parse_shares({}) == {}
+    assert parse_steps("peer", []) == [] and parse_shares([]) == {}
 
 
-def shares(*counts: tuple[object, object]) -> dict[bytes, dict]:
+def shares(*counts: tuple[int, int]) -> list[dict]:
     """Return the records of trainers with these numbers of applied and computed samples."""
-    return {
-        str(number).encode(): {"rounds": 4, "complete": 2, "applied": applied, "computed": computed}
-        for number, (applied, computed) in enumerate(counts)
-    }
+    return [trainer_record(rounds=4, complete=2, applied=applied, computed=computed) for applied, computed in counts]
 
 
 def test_share_of_applied_samples():
@@ -31,8 +26,8 @@ def test_share_of_applied_samples():
     assert parse_shares(shares((90, 100))) == {"complete rounds": 0.5, "applied share": 0.9}
     unlike = shares((50, 50), (50, 100), (300, 300))
     assert parse_shares(unlike)["applied share"] == pytest.approx(200 / 250)
-    older = {b"older": {"rounds": 8, "complete": 8}}
-    assert parse_shares(older | shares((1, 2))) == {"complete rounds": 10 / 12, "applied share": 0.5}
+    idle = [trainer_record(rounds=8, complete=8)]
+    assert parse_shares(idle + shares((1, 2))) == {"complete rounds": 10 / 12, "applied share": 0.5}
 
 
 @pytest.mark.parametrize(

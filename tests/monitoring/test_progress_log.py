@@ -6,7 +6,7 @@ import pytest
 
 from cotrain.monitoring.aggregation import MetricsAggregator
 from cotrain.monitoring.progress_log import ProgressLog
-from tests.support.dht_records import heartbeat, metric
+from tests.support.dht_records import heartbeat, metric, snapshot
 
 START = 1_700_000_000.0
 
@@ -20,7 +20,7 @@ def lines(caplog) -> list[str]:
 
     def lines(seconds: float, progress: dict, metrics: dict | None = None, checkpoint: int = -1) -> list[str]:
         caplog.clear()
-        reports = aggregator.update(START + seconds, metrics or {}, {}, progress)
+        reports = aggregator.update(*snapshot(START + seconds, metrics or {}, {}, progress))
         log.update(seconds, aggregator.live_peers, bool(reports), checkpoint)
         return [record.getMessage() for record in caplog.records]
 

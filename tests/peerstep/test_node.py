@@ -80,7 +80,7 @@ def test_client_listens_nowhere_and_asks_no_router_for_a_port(tmp_path):
                 (daemon,) = psutil.Process(peer.dht.pid).children()
                 listening = [c for c in daemon.net_connections("inet") if c.status == psutil.CONN_LISTEN]
                 assert bool(listening) == (name == "three") and "-natPortMap=0" in daemon.cmdline()
-                assert get_dictionary(peer.dht, "run_peers") == {}
+                assert get_dictionary(peer.dht, "run_monitor") == {}
 
 
 @pytest.mark.peers
@@ -192,11 +192,11 @@ def test_node_that_answers_with_an_empty_dictionary_hides_no_records(tmp_path):
             writer = stack.enter_context(local_peer(tmp_path / "writer", "run", (address,)))
         addresses = (address, str(writer.dht.get_visible_maddrs()[0]))
         reader = stack.enter_context(local_peer(tmp_path / "reader", "run", addresses, client_mode=True))
-        info = {"username": "ann", "leaving": False}
-        store_record(writer.dht, "run_peers", writer.public_key, info, 60)
-        wait_until(lambda: get_dictionary(reader.dht, "run_peers"), 120, "the record")
+        info = {"stores_checkpoints": True, "checkpoint_step": 7}
+        store_record(writer.dht, "run_monitor", writer.public_key, info, 60)
+        wait_until(lambda: get_dictionary(reader.dht, "run_monitor"), 120, "the record")
         for _ in range(5):
-            assert get_dictionary(reader.dht, "run_peers")[writer.public_key].value == info
+            assert get_dictionary(reader.dht, "run_monitor")[writer.public_key].value == info
 
 
 def test_expiration_of_a_dictionary_is_that_of_its_newest_record():

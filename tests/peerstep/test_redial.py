@@ -86,9 +86,9 @@ def test_clock_is_named_once_and_followed_when_it_is_set(monkeypatch, caplog):
 @pytest.mark.peers
 @pytest.mark.parametrize("error", [600.0, -30.0])
 def test_peer_with_a_wrong_clock_joins_reads_and_is_read(tmp_path, monkeypatch, error):
-    right, info = time.time, {"username": "ann", "leaving": False}
+    right, info = time.time, {"stores_checkpoints": True, "checkpoint_step": 7}
     with local_peer(tmp_path / "one", "run") as one:
-        store_record(one.dht, "run_peers", one.public_key, info, 60)
+        store_record(one.dht, "run_monitor", one.public_key, info, 60)
         address = str(one.dht.get_visible_maddrs()[0])
         # From now on this process, and those that it forks, are of a machine whose clock is wrong.
         wrong = SimpleNamespace(time=lambda: right() + error, monotonic=time.monotonic)
@@ -97,6 +97,6 @@ def test_peer_with_a_wrong_clock_joins_reads_and_is_read(tmp_path, monkeypatch, 
         monkeypatch.setattr(clock, "_offset", multiprocessing.RawValue("d", 0.0))
         with local_peer(tmp_path / "two", "run", (address,)) as two:
             assert run_time() == pytest.approx(right(), abs=15.0)
-            store_record(two.dht, "run_peers", two.public_key, info, 60)
+            store_record(two.dht, "run_monitor", two.public_key, info, 60)
             for peer in (one, two):
-                wait_until(lambda dht=peer.dht: len(get_dictionary(dht, "run_peers")) == 2, 120, "both records")
+                wait_until(lambda dht=peer.dht: len(get_dictionary(dht, "run_monitor")) == 2, 120, "both records")

@@ -119,11 +119,10 @@ def test_samples_of_the_newest_steps(keeper):
     """No more samples are applied than computed, although they are counted at different moments."""
     for step in range(1, 101):
         compute(keeper, 16 * step)
-        keeper.record_step(StepRecord(step, Outcome.ALONE, 16) if step % 2 else StepRecord(step, Outcome.FAILED))
-        computed, applied = keeper.record_samples()
-    assert (computed, applied) == (16 * MAX_ROUNDS, 8 * MAX_ROUNDS)
+        keeper.record_step(StepRecord(step, Outcome.ALONE, 16) if step % 2 else StepRecord(step, Outcome.MISSED))
+    assert keeper.recent_samples() == (16 * MAX_ROUNDS, 8 * MAX_ROUNDS)
     keeper.record_step(StepRecord(101, Outcome.ALONE, 10**6))
-    assert keeper.record_samples() == (16 * (MAX_ROUNDS - 1), 16 * (MAX_ROUNDS - 1))
+    assert keeper.recent_samples() == (16 * (MAX_ROUNDS - 1), 16 * (MAX_ROUNDS - 1))
 
 
 def test_keeper_combines_what_tracker_and_rounds_know(keeper):

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from hivemind.utils.timed_storage import ValueWithExpiration
 from transformers import PretrainedConfig
 
 from cotrain.arguments import (
@@ -40,9 +41,19 @@ def collate(samples: list[dict]) -> dict[str, torch.Tensor]:
 
 FAKE_DHT = SimpleNamespace(
     peer_id="QmFake", pid=os.getpid(), is_alive=lambda: True, get_visible_maddrs=list, check_invitation=lambda: None,
-    is_open=True, client_mode=False,
+    is_open=True, client_mode=False, store=lambda *_args, **_options: SimpleNamespace(result=lambda timeout: None),
 )  # fmt: skip
 FAKE_PEER = SimpleNamespace(dht=FAKE_DHT, public_key=b"key", run_id="run")
+
+
+def storing_peer(stored: dict, public_key: bytes = b"key") -> SimpleNamespace:
+    """Return a fake peer whose records go to `stored`: key -> subkey -> record."""
+
+    def store(key, value, expiration_time, subkey, return_future):
+        stored.setdefault(key, {})[subkey] = ValueWithExpiration(value, expiration_time)
+        return SimpleNamespace(result=lambda timeout: None)
+
+    return SimpleNamespace(dht=SimpleNamespace(**{**vars(FAKE_DHT), "store": store}), public_key=public_key)
 
 
 class FakeTracker:

@@ -27,6 +27,7 @@ from peerstep.node import PROGRESS, bucket_of, read_reports
 from peerstep.processes import guard_children
 from peerstep.records import signer_of
 from peerstep.rounds import PROTOCOL
+from tests.support.dht_records import trainer_record
 
 # The claimed steps are far above those of the tests' runs, so that tests can tell them from the trainers' reports.
 GOOD = {"step": 30_000, "samples_per_second": 1.5, "samples_accumulated": 64, "loss": 12.5, "mini_steps": 2}
@@ -90,12 +91,14 @@ class Attack:
         for value in METRICS:
             for subkey in (self.own, b"plain", "text", 7, b"[owner:ssh-rsa garbage]"):
                 self.write(self.metrics, subkey, value)
+                rows = [list(value.values())] if isinstance(value, dict) else [value]
+                self.write("trainers", subkey, trainer_record(*rows))
         self.write(self.metrics, self.own, GOOD, lifetime=10**8)
         for value in HISTORIES:
-            self.write("history", self.own, value)
+            self.write("trainers", self.own, trainer_record() | {"history": value})
         self.write("monitor", self.own, {"stores_checkpoints": True, "checkpoint_step": 10**19})
-        self.write("peers", self.own, {"username": "\x1b[31m" + "x" * 10_000, "leaving": True})
-        for name in ("round_averager.0b", self.offers, self.reports, self.metrics, "peers"):
+        self.write("trainers", self.own, trainer_record(username="\x1b[31m" + "x" * 10_000, leaving=True))
+        for name in ("round_averager.0b", self.offers, self.reports, self.metrics, "trainers"):
             for raw in RAW:
                 self.write_raw(name, b"raw", raw, LONG)
                 self.write_raw(name, self.own, raw, LONG)
@@ -116,9 +119,10 @@ class Attack:
                 self.write(self.reports, subkey, forged)
                 self.write(self.offers, subkey, None, LONG)
                 self.write(self.metrics, subkey, GOOD)
+                self.write("trainers", subkey, trainer_record(list(GOOD.values()), leaving=True))
 
     def write_junk(self) -> None:
-        for name in (self.reports, self.offers, self.metrics, "peers", "run_config"):
+        for name in (self.reports, self.offers, self.metrics, "trainers", "run_config"):
             for number in range(JUNK):
                 self.write(name, b"%d" % number, None, LONG)
                 self.write(name, b"y%d" % number + self.own, None, LONG)

@@ -21,7 +21,7 @@ from cotrain.training.session import TrainingSession
 from peerstep import records as dht_records
 from peerstep.coordinator import Outcome, StepRecord
 from peerstep.records import signer_of
-from tests.support.fakes import FAKE_PEER, FakeTracker, make_arguments, make_session, make_state
+from tests.support.fakes import FAKE_PEER, FakeTracker, make_arguments, make_session, make_state, storing_peer
 
 
 @pytest.fixture
@@ -35,19 +35,21 @@ def clock(monkeypatch) -> SimpleNamespace:
 
 
 @pytest.fixture
-def session(tmp_path, monkeypatch) -> Iterator[TrainingSession]:
-    """A session at step 9 that publishes nothing, whose optimizer completes the steps in `session.steps`."""
+def session(tmp_path) -> Iterator[TrainingSession]:
+    """A session at step 9 that publishes to `stored`, and whose optimizer completes the steps in `steps`."""
     session = make_session(tmp_path, offered=8)
-    for name in ("introduce", "publish_rounds"):
-        monkeypatch.setattr(session, name, lambda *_args, **_options: None)
-    session.published, session.steps = [], []
-    monkeypatch.setattr(session, "publish", session.published.append)
+    session.stored, session.steps = {}, []
+    session.peer = storing_peer(session.stored)
     optimizer = session.optimizer
     optimizer.local_progress = SimpleNamespace(samples_per_second=1.0)
     optimizer.pop_records = lambda: [session.steps.pop(0) for _ in range(len(session.steps))]
     optimizer.finish_pending_update = optimizer.stop_averaging = lambda: None
     yield session
     session.status.close()
+
+
+def published_history(session: TrainingSession) -> list[list]:
+    return session.stored["run_trainers"][b"key"].value["history"]
 
 
 def spoil(session: TrainingSession, value: float = float("nan")) -> None:
@@ -141,13 +143,11 @@ def test_recovery_ends_with_one_line(session, offered, num_recoveries):
         session.after_local_step()
 
 
-def test_peer_without_a_name_gets_one_from_its_id(tmp_path, monkeypatch):
-    session, stored = make_session(tmp_path, offered=None), []
-    monkeypatch.setattr(
-        dht_records, "store_record", lambda _dht, _key, _subkey, value, _lifetime: stored.append(value)
-    )
-    session.introduce(leaving=False)
-    assert stored[0]["username"] == session.name == derive_name("QmFake")
+def test_peer_without_a_name_gets_one_from_its_id(tmp_path):
+    session, stored = make_session(tmp_path, offered=None), {}
+    session.peer = storing_peer(stored)
+    session.publish()
+    assert stored["run_trainers"][b"key"].value["username"] == session.name == derive_name("QmFake")
     session.status.close()
     args = make_arguments(tmp_path, run_id="run", username="alice")
     assert TrainingSession(FAKE_PEER, session.optimizer, session.task, session.model, args, bool).name == "alice"
@@ -162,7 +162,7 @@ def test_two_steps_within_one_local_step_are_both_reported(session):
     for loss in (2.0, 4.0):
         session.loss_meter.add(torch.tensor(loss))
     assert session.after_local_step()
-    rows = [(entry.step, entry.samples_accumulated, entry.loss, entry.mini_steps) for entry in session.published]
+    rows = [(step, samples, loss, mini_steps) for step, _, samples, loss, mini_steps, _ in published_history(session)]
     assert rows == [(10, 64, 6.0, 2), (11, 32, 0.0, 0)]
     assert session.status.applied == 96
 
@@ -216,7 +216,7 @@ def test_trainer_leaves_when_the_monitors_have_saved_the_last_step(
     if is_initial_peer:
         session.args.initial_peers = [f"/ip4/127.0.0.1/tcp/1/p2p/{peer}" for peer in (monitor, other)]
     else:
-        session.relay = SimpleNamespace(config=SimpleNamespace(organiser=monitor))
+        session.relay = SimpleNamespace(config=SimpleNamespace(organiser=monitor), publish=lambda: None)
     monkeypatch.setattr(dht_records, "get_dictionary", read)
     session.args.max_global_steps, session.args.leave_timeout = 9, 90.0
     session.leave()
@@ -236,14 +236,14 @@ def test_trainer_waits_until_its_last_step_is_stored(session, fails):
             raise TimeoutError
 
     def store(key, value, expiration_time, subkey, return_future):
-        calls.append((key, value["step"], subkey))
+        calls.append((key, value["history"][-1][0], subkey))
         return SimpleNamespace(result=wait)
 
     session.peer = SimpleNamespace(dht=SimpleNamespace(**{**vars(FAKE_PEER.dht), "store": store}), public_key=b"key")
     values = {"samples_per_second": 1.0, "samples_accumulated": 8, "loss": 3.0, "mini_steps": 1}
     session.history.append(LocalMetrics(step=9, **values))
     session.leave()
-    assert calls == [("run_metrics", 9, b"key"), session.MAX_STORE_SECONDS]
+    assert calls == [("run_trainers", 9, b"key"), session.MAX_STORE_SECONDS]
 
 
 @pytest.mark.parametrize(("num_peers", "num_clients", "warns"), [(1, 1, False), (2, 1, False), (2, 2, True)])
@@ -257,13 +257,12 @@ def test_run_of_clients_only_is_warned_about_once(caplog, num_peers, num_clients
 
 def test_trainer_ends_with_the_run_and_waits_for_the_last_checkpoint(session, clock, monkeypatch):
     asked = []
-    monkeypatch.setattr(session, "introduce", lambda leaving: asked.append(leaving))
     monkeypatch.setattr(dht_records, "get_dictionary", lambda dht, key: asked.append(key) or {})
     session.args.ends_at = "2100-01-02T12:30"
     assert session.after_local_step()
     session.leave()
-    assert asked == [], "it was stopped before the end"
+    assert not session.stored["run_trainers"][b"key"].value["leaving"], "it was stopped before the end"
     clock.now = session.args.end_time
     assert not session.after_local_step()
     session.leave()
-    assert asked == [True, "run_monitor"]
+    assert session.stored["run_trainers"][b"key"].value["leaving"] and asked == ["run_monitor"]
