@@ -107,7 +107,8 @@ def describe_metrics(schema: type[LocalMetrics]) -> tuple[Metric, ...]:
 
 
 METRICS = describe_metrics(LocalMetrics)
-UNKNOWN = Metric("", -MAX_NUMBER, MAX_NUMBER, is_whole=False, is_optional=True, combine=None, per=None)  # a newer field
+# A field that a newer peer declares
+UNKNOWN = Metric("", -MAX_NUMBER, MAX_NUMBER, is_whole=False, is_optional=True, combine=None, per=None)
 
 
 def history_length() -> int:
@@ -134,16 +135,3 @@ def read_row(row: object) -> dict[str, int | float | None]:
     for metric, value in zip_longest(METRICS, row, fillvalue=UNKNOWN):
         check_value(value, metric)
     return {metric.name: value for metric, value in zip(METRICS, row, strict=False)}
-
-
-class HistoryRow(list):
-    """An entry of a history, as returned by `LocalMetrics.to_row`. Serves as a field type in pydantic models."""
-
-    @classmethod
-    def __get_validators__(cls):
-        yield cls.check
-
-    @classmethod
-    def check(cls, row: object) -> object:
-        read_row(row)
-        return row

@@ -5,13 +5,7 @@ from hivemind.dht.schema import BytesWithPublicKey
 from hivemind.dht.validation import RecordValidatorBase
 from hivemind.utils.crypto import RSAPrivateKey
 
-from cotrain.dht.metrics_schema import (
-    HISTORY_LENGTH,
-    Count,
-    ExtensibleRecord,
-    HistoryRow,
-    LocalMetrics,
-)
+from cotrain.dht.metrics_schema import HISTORY_LENGTH, Count, ExtensibleRecord, LocalMetrics, read_row
 from peerstep.history import MAX_STEP
 from peerstep.progress_record import MAX_ROUNDS
 from peerstep.records import RunSchemaValidator, build_validators
@@ -29,7 +23,7 @@ class TrainerRecord(ExtensibleRecord):
 
     username: pydantic.constr(strict=True, max_length=64)
     leaving: pydantic.StrictBool  # the trainer has completed its last step and waits for a monitor to save it
-    history: pydantic.conlist(HistoryRow, max_items=HISTORY_LENGTH)  # the metrics of the newest steps
+    history: pydantic.conlist(list, max_items=HISTORY_LENGTH)  # the metrics of the newest steps, without field names
     rounds: pydantic.conint(strict=True, ge=0, le=MAX_ROUNDS)  # newest rounds with other trainers
     # Those that averaged everything with every trainer of the step
     complete: pydantic.conint(strict=True, ge=0, le=MAX_ROUNDS)
@@ -37,6 +31,11 @@ class TrainerRecord(ExtensibleRecord):
     applied: Count  # those of them that counted in a step
     # Fraction of the time for which rounds ran lately
     averaging: pydantic.confloat(strict=True, ge=0.0, le=1.0) | None = None
+
+    @pydantic.validator("history", each_item=True)
+    def check_row(cls, row: list) -> list:
+        read_row(row)
+        return row
 
 
 class MetricSchema(pydantic.BaseModel):

@@ -95,9 +95,10 @@ class TrackedPeer:
         """The newest step of this peer. Its heartbeat may arrive before its report."""
         return max(self.reported_step, self.heartbeat.epoch if self.heartbeat else -1)
 
-    def owes(self, step: int) -> bool:
-        """Whether this peer contributes to a step that it has not reported yet."""
-        return self.reported_step < step <= self.heartbeat.epoch and self.heartbeat.contributed > 0
+    @property
+    def newest_owed(self) -> int:
+        """The newest step to which this peer contributes. It reports the step after its local step."""
+        return self.heartbeat.epoch if self.heartbeat.contributed > 0 else -1
 
 
 @dataclass
@@ -142,7 +143,7 @@ class MetricsAggregator:
         reports = self._take_complete()
         self.late = [record for peer in self._peers.values() for record in self._take_late(peer)]
         oldest = self._now - 2 * self.alive_timeout
-        self._peers = {key: peer for key, peer in self._peers.items() if max(peer.present, peer.heard_at) >= oldest}
+        self._peers = {key: peer for key, peer in self._peers.items() if peer.present >= oldest}
         return reports
 
     def _was_heard(self, peer: TrackedPeer, seconds: float) -> bool:
@@ -234,7 +235,8 @@ class MetricsAggregator:
         complete = self.last_reported_step
         for step in pending:
             near = step <= complete + (MAX_JUMP if complete >= 0 else MAX_SPREAD)  # a run begins at step 0 or 1
-            wait = self.late_time if any(peer.owes(step) for peer in taking_part) else self.settle_time
+            is_owed = any(peer.reported_step < step <= peer.newest_owed for peer in taking_part)
+            wait = self.late_time if is_owed else self.settle_time
             if self._now - self._reached[step] >= wait or (near and step <= all_there):
                 complete = step
         return [self._report(step) for step in pending if step <= complete]
@@ -288,20 +290,15 @@ class MetricsAggregator:
 
 def _combine(metric: Metric, peer_steps: Sequence[PeerStep]) -> float | None:
     """Combine the peers' values of a metric, see `LocalMetrics` for the rules; None if no peer has a value."""
-    if metric.combine == "mean":
-        return _weighted_mean(metric, peer_steps)
-    values = [own.metrics[metric.name] for own in peer_steps if own.metrics[metric.name] is not None]
-    combine = {"maximum": max, "median": statistics.median, "sum": sum if metric.is_whole else math.fsum}
-    return combine[metric.combine](values) if values else None
-
-
-def _weighted_mean(metric: Metric, peer_steps: Sequence[PeerStep]) -> float | None:
-    """Return the mean weighted by samples, over peers whose value of `metric.per`, if any, is above zero."""
-    values, weights = [], []
-    for own in peer_steps:
-        value, divisor = own.metrics[metric.name], 1 if metric.per is None else own.metrics[metric.per]
-        if value is not None and divisor and own.samples > 0:
-            values.append(value / divisor)
-            weights.append(own.samples)
-    # Rounding errors must not leave the range.
-    return min(max(statistics.fmean(values, weights), min(values)), max(values)) if weights else None
+    known = [own for own in peer_steps if own.metrics[metric.name] is not None]
+    if metric.combine != "mean":
+        combine = {"maximum": max, "median": statistics.median, "sum": sum if metric.is_whole else math.fsum}
+        return combine[metric.combine](own.metrics[metric.name] for own in known) if known else None
+    # Weighted by samples, over peers whose value of `metric.per`, if any, is above zero
+    per = {own.peer: 1 if metric.per is None else own.metrics[metric.per] for own in known}
+    known = [own for own in known if own.samples > 0 and per[own.peer]]
+    if not known:
+        return None
+    values = [own.metrics[metric.name] / per[own.peer] for own in known]
+    mean = statistics.fmean(values, [own.samples for own in known])
+    return min(max(mean, min(values)), max(values))  # rounding errors must not leave the range
