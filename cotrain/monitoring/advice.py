@@ -1,13 +1,36 @@
-"""Advice to the organiser of a run whose rounds take as long as its global steps."""
+"""Shares of the rounds in the work of a run, and advice to the organiser if they take as long as its global steps."""
 
 import math
+import statistics
 import time
+from collections.abc import Collection, Mapping
 
 from cotrain.status.status import format_duration
+from peerstep.progress_record import MAX_ROUNDS
 
 BUSY = 0.9  # fraction of the time for which rounds run; steps then wait for them
 PERIOD = 1800.0  # seconds between two lines
 MIN_INTERVAL = 64  # of parameters in sparse rounds: at 8 peers they then have a third of the bytes
+
+
+def parse_shares(records: Collection[Mapping]) -> dict[str, float]:
+    """Parse what trainers report of their rounds into shares over all of them, by curve name.
+
+    "complete rounds": complete rounds / rounds. "applied share": applied samples / computed samples. A claim of many
+    samples is not believed: no trainer has more weight than the median one. "averaging": the fraction of the time for
+    which the median trainer's rounds ran. Without any, a share is missing.
+    """
+    shares = {}
+    averaging = [record["averaging"] for record in records if record.get("averaging") is not None]
+    if averaging:
+        shares["averaging"] = statistics.median(averaging)
+    for name, part, whole in (("complete rounds", "complete", "rounds"), ("applied share", "applied", "computed")):
+        counts = [(record[whole], record[part]) for record in records if record[whole] > 0]
+        if counts:
+            bound = max(MAX_ROUNDS, statistics.median_low(number for number, _ in counts))
+            weights = [min(number, bound) for number, _ in counts]
+            shares[name] = statistics.fmean((min(partial / number, 1.0) for number, partial in counts), weights)
+    return shares
 
 
 def find_flags(args) -> str:

@@ -1,7 +1,7 @@
 """Aggregate the records that trainers publish on the DHT into one report per global step.
 
-Pure logic: no DHT, no clock, no torch. Untrusted peers write all records; the DHT's validators bound their values, and
-`parsing` and `progress_record` read them. A peer is its ID.
+Pure logic: no DHT, no clock, no torch. Untrusted peers write all records; the DHT's validators bound their number,
+their size and their values, see `run_records.TrainerRecord`. A peer is its ID.
 
 **Live peers.** A peer is alive if its progress report, its heartbeat, changed within `alive_timeout` on the monitor's
 clock, unless it announced its departure. It takes part while its heartbeat is fresh (`MAX_SILENCE`): a killed trainer
@@ -32,10 +32,10 @@ import math
 import statistics
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from cotrain.dht import metrics_schema
-from cotrain.dht.metrics_schema import HISTORY_LENGTH, Metric
-from cotrain.monitoring.parsing import PeerStep, parse_steps
+from cotrain.dht.metrics_schema import HISTORY_LENGTH, Metric, read_row
 from peerstep.neighbours import cap_weights
 from peerstep.progress_record import PeerProgress, read_progress
 
@@ -44,6 +44,21 @@ MAX_STEPS_PER_SECOND = 10.0  # above the rate of any run: matchmaking alone take
 MAX_SPREAD = 3  # steps between peers of the same run; peers that average together are hardly ever apart
 MAX_SILENCE = 20.0  # seconds; trainers publish a heartbeat every 5
 MAX_PENDING_STEPS = 2 * HISTORY_LENGTH  # unreported steps kept per peer
+
+
+class PeerStep(NamedTuple):
+    """One peer's report of a global step."""
+
+    peer: Hashable  # its ID
+    step: int
+    samples: int  # that count, at most those that the peer states
+    metrics: Mapping[str, int | float | None]  # by the names of the fields of `LocalMetrics`, as the peer states them
+
+
+def parse_steps(peer: Hashable, history: Sequence) -> list[PeerStep]:
+    """Parse the history of a trainer's record."""
+    rows = [read_row(row) for row in history]
+    return [PeerStep(peer, row["step"], row["samples_accumulated"], row) for row in rows]
 
 
 # Metrics with a field of their own in a report

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from cotrain.common.json_file import JsonFile
 from cotrain.common.names import label, short
-from cotrain.monitoring.aggregation import StepReport
-from cotrain.monitoring.parsing import PeerStep
+from cotrain.monitoring.aggregation import PeerStep, StepReport
 
 MAX_CONTRIBUTORS = 5000  # that are kept, and half of those known; a key pair costs nothing
 MAX_NAME_LENGTH = 64

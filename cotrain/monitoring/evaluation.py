@@ -76,6 +76,7 @@ class EvaluationLoop:
 
     def __post_init__(self):
         self._next_time = float("-inf")
+        self._last_step = self.args.max_global_steps or float("inf")
         self._backoff = Backoff(first=self.args.refresh_period, longest=MAX_PAUSE)
 
     def refresh(self) -> None:
@@ -102,13 +103,10 @@ class EvaluationLoop:
 
     @property
     def is_done(self) -> bool:
-        return self._is_last(self.evaluated_step)
-
-    def _is_last(self, step: int) -> bool:
-        return self.args.max_global_steps is not None and step >= self.args.max_global_steps
+        return self.evaluated_step >= self._last_step
 
     def _is_due(self, step: int) -> bool:
-        new_steps, is_last = step - self.evaluated_step, self._is_last(step)
+        new_steps, is_last = step - self.evaluated_step, step >= self._last_step
         if self.args.evaluation_steps is not None:
             return new_steps >= self.args.evaluation_steps or (is_last and new_steps > 0)
         return new_steps > 0 and (is_last or time.monotonic() >= self._next_time)

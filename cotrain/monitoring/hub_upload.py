@@ -44,7 +44,7 @@ _REASONS = {  # HTTP status -> why the Hub refuses
 def require_token(flag: str) -> None:
     """:raises UserError: if this machine has no token of the Hugging Face Hub"""
     if get_token() is None:
-        raise UserError(f"{flag}: {explain(LocalTokenNotFoundError(), '')}")
+        raise UserError(f"{flag}: {describe_refusal(LocalTokenNotFoundError(), '')}")
 
 
 def check_repo(metadata: CardMetadata, private: bool = False) -> None:
@@ -64,7 +64,7 @@ def check_repo(metadata: CardMetadata, private: bool = False) -> None:
     except UserError:
         raise
     except Exception as error:
-        reason = explain(error, repo_id)
+        reason = describe_refusal(error, repo_id)
         if not isinstance(reason, TemporaryError):
             raise UserError(f"--repo_id: {reason}") from None
         logger.warning(f"Cannot check whether '{repo_id}' may be written to: {reason}. Uploads will be tried")
@@ -78,7 +78,7 @@ def _open_repo(repo_id: str, private: bool) -> HfApi:
     return api
 
 
-def explain(error: Exception, repo_id: str) -> UserError:
+def describe_refusal(error: Exception, repo_id: str) -> UserError:
     """Return one line for an error, with the remedy where one is known; a TemporaryError if it may pass by itself."""
     known = (HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled)
     while not isinstance(error, known) and error.__cause__ is not None:
@@ -153,5 +153,5 @@ class HubUploader:
             self._backoff.reset()
             logger.info(f"Uploaded {checkpoint.name} to {repo_id}")
         except Exception as error:
-            pause, reason = self._backoff.fail(), explain(error, repo_id)
+            pause, reason = self._backoff.fail(), describe_refusal(error, repo_id)
             logger.warning(f"Could not upload to {repo_id}: {reason}; trying again in {pause:.0f} seconds")

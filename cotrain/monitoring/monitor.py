@@ -13,11 +13,10 @@ from hivemind.utils import get_logger
 from cotrain.common.backoff import Backoff
 from cotrain.common.errors import TemporaryError
 from cotrain.dht.run_records import MonitorStatus
-from cotrain.monitoring.advice import Adviser
+from cotrain.monitoring.advice import Adviser, parse_shares
 from cotrain.monitoring.aggregation import MAX_JUMP, MetricsAggregator, StepReport
 from cotrain.monitoring.contributors import TABLE_COLUMNS, Contributors, build_table, format_leaderboard
 from cotrain.monitoring.hub_upload import HubUploader
-from cotrain.monitoring.parsing import parse_shares
 from cotrain.monitoring.progress_log import ProgressLog
 from cotrain.monitoring.reporters import Reporters
 from cotrain.status.client_mode import ClientModeAlarm
@@ -52,7 +51,7 @@ class CheckpointKeeper:
         self.averager, self.task, self.model, self.run_id, self.args = averager, task, model, run_id, args
         self.folder = Path(args.output_dir)
         self.saved_step = self._reported_step = -1
-        self._has_gone_back = False  # whether the run has, to before the saved step, and its state is not saved yet
+        self._has_gone_back = False  # the run went back to a step before the saved one, which is not saved yet
         averager.credible_epoch = lambda: self._reported_step if self._reported_step >= 0 else None
         # A fabricated step has no state, and each attempt costs the trainers bandwidth.
         self._backoff = Backoff(first=args.refresh_period, longest=MAX_PAUSE)

@@ -126,7 +126,7 @@ def describe_progress(status: TrainerStatus, loss: float | None) -> str:
     return "; ".join(part for part in parts if part)
 
 
-def describe_gift(status: TrainerStatus) -> str:
+def describe_contribution(status: TrainerStatus) -> str:
     given = f"{plural(status.applied, 'sample')} to {plural(status.joined, 'global step')}"
     return f"Thank you, {status.name}! You contributed {given} in {format_duration(status.time - status.started_at)}"
 

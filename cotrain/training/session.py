@@ -24,7 +24,7 @@ from cotrain.peer.addresses import log_visible_maddrs, peer_id_in
 from cotrain.peer.run_config import RunConfigRelay
 from cotrain.status.client_mode import ClientModeAlarm
 from cotrain.status.loss_meter import LossMeter
-from cotrain.status.status import describe_end, describe_gift
+from cotrain.status.status import describe_contribution, describe_end
 from cotrain.status.status_keeper import StatusKeeper
 from cotrain.task import Task
 from cotrain.training import checkpoints
@@ -266,7 +266,7 @@ class TrainingSession:
         self.optimizer.finish_pending_update()
         self.optimizer.stop_averaging()
         self._report_steps()
-        logger.info(describe_gift(self.status.update()))
+        logger.info(describe_contribution(self.status.update()))
         step, is_over = self.optimizer.local_epoch, self._is_over()
         stored = self.publish(leaving=is_over)
         with contextlib.suppress(Exception):  # hivemind's, if nobody answers any more

@@ -39,9 +39,9 @@ from cotrain.common.errors import UserError
 from cotrain.data.archive import DATASET, MIN_LIMIT, TOKENIZER, unpack_archive
 from cotrain.data.manifest import Manifest
 from cotrain.dht.run_records import make_validators
+from cotrain.monitoring.advice import parse_shares
 from cotrain.monitoring.aggregation import MetricsAggregator
 from cotrain.monitoring.contributors import Contributors
-from cotrain.monitoring.parsing import parse_shares
 from cotrain.peer.run_config import RunConfig, check_safe, choose, refuse_differences
 from peerstep import redial
 from peerstep.bounds import MIN_WEIGHT, Bounds, ViolationError

@@ -14,11 +14,10 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 from cotrain.common.flags import ArgumentsError
 from cotrain.common.names import short
 from cotrain.monitoring import monitor as monitor_module
-from cotrain.monitoring.advice import PERIOD, Adviser
+from cotrain.monitoring.advice import PERIOD, Adviser, parse_shares
 from cotrain.monitoring.aggregation import MetricsAggregator
 from cotrain.monitoring.contributors import Contributors
 from cotrain.monitoring.monitor import CheckpointKeeper, TrainingMonitor
-from cotrain.monitoring.parsing import parse_shares
 from cotrain.monitoring.reporters import Reporters
 from cotrain.task import Task
 from peerstep import records as dht_records

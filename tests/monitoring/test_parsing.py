@@ -2,7 +2,8 @@
 
 import pytest
 
-from cotrain.monitoring.parsing import PeerStep, parse_shares, parse_steps
+from cotrain.monitoring.advice import parse_shares
+from cotrain.monitoring.aggregation import PeerStep, parse_steps
 from tests.support.dht_records import entries, metric, trainer_record
 
 

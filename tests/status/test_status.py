@@ -16,7 +16,7 @@ from cotrain.status.loss_meter import LossMeter
 from cotrain.status.status import (
     FILE_NAME,
     TrainerStatus,
-    describe_gift,
+    describe_contribution,
     describe_progress,
     describe_status,
     read_status,
@@ -235,7 +235,8 @@ def test_thanks_name_the_trainer_and_its_time(seconds, words):
     now = time.time()
     status = make_status(time=now, started_at=now - seconds)
     assert (
-        describe_gift(status) == f"Thank you, {status.name}! You contributed 980 samples to 38 global steps in {words}"
+        describe_contribution(status)
+        == f"Thank you, {status.name}! You contributed 980 samples to 38 global steps in {words}"
     )
 
 

@@ -2,7 +2,7 @@
 
 from hivemind.utils.timed_storage import ValueWithExpiration
 
-from cotrain.monitoring.parsing import PeerStep
+from cotrain.monitoring.aggregation import PeerStep
 from peerstep.progress_record import PROTOCOL, PeerProgress
 
 
