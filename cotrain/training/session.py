@@ -268,10 +268,9 @@ class TrainingSession:
         self._report_steps()
         logger.info(describe_contribution(self.status.update()))
         step, is_over = self.optimizer.local_epoch, self._is_over()
-        stored = self.publish(leaving=is_over)
         with contextlib.suppress(Exception):  # hivemind's, if nobody answers any more
             # While all peers leave, the DHT takes seconds, and this peer less.
-            stored.result(timeout=self.MAX_STORE_SECONDS)
+            self.publish(leaving=is_over).result(timeout=self.MAX_STORE_SECONDS)
         if not is_over:
             return
         deadline = time.monotonic() + self.args.leave_timeout
