@@ -167,6 +167,15 @@ def test_two_steps_within_one_local_step_are_both_reported(session):
     assert session.status.applied == 96
 
 
+def test_step_takes_two_records(session):
+    """Each is sent to five nodes."""
+    stored = []
+    session.peer.dht.store = lambda key, *_args, **_options: stored.append(key)
+    session.steps = [StepRecord(10, Outcome.AVERAGED, 64)]
+    assert session.after_local_step()
+    assert sorted(stored) == ["run_metrics", "run_trainers"]
+
+
 def test_checkpoint_is_saved_every_so_many_global_steps(session, monkeypatch):
     saved = []
     monkeypatch.setattr(session, "save_checkpoint", lambda: saved.append(step))
