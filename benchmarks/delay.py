@@ -5,10 +5,11 @@ benchmarks/delay.py --models llama --peers 4 --seeds 0 1 2 3 --train_file my.txt
 
 Unequal trainers accumulate gradients in simulated time, in one process and on one core; nothing is sent. A global
 step is due once they have the target batch. Its update arrives after the time of a round; a trainer has it from its
-next local step on. `wait`: local steps wait for the running round, as the optimizer does while rounds are short.
-`together`: all local steps end before a round begins, as without delays. One process then takes as many steps with
-batches of the same sizes. Each line: held-out losses, their difference, the share of samples that were computed on old
-parameters, and the speed beside trainers that never wait.
+next local step on. `wait`: local steps wait for the running round. `default`: as the optimizer does, where that costs
+little, and a round waits for the end of local steps that are short. `together`: all local steps end before a round
+begins, as without delays. One process then takes as many steps with batches of the same sizes. Each line: held-out
+losses, their difference, the share of samples that were computed on old parameters, and the speed beside trainers that
+never wait.
 """
 
 import argparse
@@ -33,12 +34,13 @@ from benchmarks.low_communication import MODEL, SEQ_LENGTH, VOCAB_SIZE, TextTask
 from cotrain.arguments import HyperparameterArguments
 from cotrain.training.builders import build_local_optimizer, build_param_groups, build_scheduler
 from peerstep.accumulators import clip_norm
+from peerstep.optimizer import SHORT
 from peerstep.patches import apply_patches
 from peerstep.state import set_schedule
 from tests.support.peers import prepare_data
 
 SPEEDS = (1.0, 1.5, 1.0, 2.0)  # local steps in a unit of time, repeated
-MICRO_BATCH = 8
+CHUNK = 16  # samples of one forward pass
 SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "max_position_embeddings": SEQ_LENGTH}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "classifier_dropout_prob": 0.0}
 # Configuration, objective, optimizer, learning rate and epsilon
@@ -47,7 +49,7 @@ MODELS = {
     "gpt2": (MODEL, "clm", "adamw", 3e-3, 1e-8),
     "albert": (
         {"model_type": "albert", "embedding_size": 32, "intermediate_size": 128, **SIZES, **NO_DROPOUT},
-        "mlm-sop", "lamb", 1e-2, 1e-6,
+        "mlm_sop", "lamb", 1e-2, 1e-6,
     ),
 }  # fmt: skip
 
@@ -59,17 +61,20 @@ class Variant:
     :param round: time of a round, in that of a local step of the slowest trainer
     :param waits: whether local steps wait for the running round
     :param together: whether the round waits for all local steps
+    :param patience: fraction of a global step that rounds and local steps may wait for each other
     """
 
     round: float
     waits: bool = False
     together: bool = False
+    patience: float = 0.0
 
 
 VARIANTS = {
     "together": Variant(0.0, together=True),
     "short": Variant(0.2),
     "short, wait": Variant(0.2, waits=True),
+    "default": Variant(0.2, patience=SHORT),
     "long": Variant(1.0),
     "long, wait": Variant(1.0, waits=True),
     "longer": Variant(2.0),
@@ -99,8 +104,13 @@ class Learner:
     def gradient(self, version: Sequence[torch.Tensor], samples: Sequence[int]) -> list[torch.Tensor]:
         """Return the gradient of the sum of the samples' losses."""
         self._use(version)
-        loss = self.model(**self.task.make_batch(samples)).loss * len(samples)
-        return list(torch.autograd.grad(loss, self._used))
+        total: list[torch.Tensor] = []
+        for begin in range(0, len(samples), CHUNK):
+            chunk = samples[begin : begin + CHUNK]
+            loss = self.model(**self.task.make_batch(chunk)).loss * len(chunk)
+            gradient = torch.autograd.grad(loss, self._used)
+            total = torch._foreach_add(total, gradient) if total else list(gradient)
+        return total
 
     def update(self, total: Sequence[torch.Tensor], num_samples: int) -> None:
         """Take a step with the sum of the gradients of some samples."""
@@ -121,19 +131,25 @@ class Learner:
 class Trainers:
     """Unequal trainers of one model in simulated time. After `run`, `sizes` has the samples of each step."""
 
-    def __init__(self, learner: Learner, variant: Variant, number: int, seed: int, target: int):
-        self.learner, self.variant, self.target = learner, variant, target
+    def __init__(self, learner: Learner, variant: Variant, number: int, seed: int, target: int, batch_size: int):
+        self.learner, self.variant, self.target, self.batch_size = learner, variant, target, batch_size
         self.speeds = [speed for speed, _ in zip(itertools.cycle(SPEEDS), range(number), strict=False)]
         self._orders = [sample_order(learner.task.num_samples, seed, trainer) for trainer in range(number)]
         self._events: list[tuple[float, int, int]] = []  # time, order, trainer; trainer -1: a round ends
         self._order = itertools.count()
         self._begun: dict[int, tuple[list[torch.Tensor], int]] = {}  # trainer -> parameters and step of its local step
         self._waiting: list[int] = []
-        self._total: list[torch.Tensor] = []
+        self._computed: dict[int, tuple[list[torch.Tensor], list[int]]] = {}  # step -> its parameters, samples
         self._running: tuple[list[torch.Tensor], int] | None = None  # sum and samples of the running round
         self._num_samples = self._num_old = self.num_computed = 0
         self.sizes: list[int] = []
         self.old_share = self.speed = 0.0
+        seconds = target / (batch_size * sum(self.speeds))  # of a global step
+        self._is_short = [1 / speed <= variant.patience * seconds for speed in self.speeds]
+        self._waits = [
+            variant.waits or _idle_seconds(variant.round, 1 / speed) <= variant.patience * seconds
+            for speed in self.speeds
+        ]
 
     def run(self, num_steps: int) -> None:
         """Take global steps."""
@@ -147,7 +163,7 @@ class Trainers:
             else:
                 self._end_local_step(trainer, time)
         self.old_share = self._num_old / sum(self.sizes)
-        self.speed = self.num_computed / (MICRO_BATCH * sum(self.speeds) * time)
+        self.speed = self.num_computed / (self.batch_size * sum(self.speeds) * time)
 
     def _push(self, time: float, trainer: int) -> None:
         heapq.heappush(self._events, (time, next(self._order), trainer))
@@ -157,30 +173,31 @@ class Trainers:
         self._push(time + 1 / self.speeds[trainer], trainer)
 
     def _end_local_step(self, trainer: int, time: float) -> None:
-        version, step = self._begun[trainer]
-        samples = [next(self._orders[trainer]) for _ in range(MICRO_BATCH)]
-        gradient = self.learner.gradient(version, samples)
-        self._total = torch._foreach_add(self._total, gradient) if self._total else gradient
-        self._num_samples += MICRO_BATCH
-        self.num_computed += MICRO_BATCH
-        self._num_old += MICRO_BATCH * (step < self.learner.num_steps + (self._running is not None))
-        is_due = self._num_samples >= self.target
-        if self.variant.together and is_due:
-            self._waiting.append(trainer)
-            if len(self._waiting) == len(self.speeds):
-                self._begin_round(time)
-            return
-        if is_due and self._running is None:
+        version, step = self._begun.pop(trainer)
+        samples = [next(self._orders[trainer]) for _ in range(self.batch_size)]
+        self._computed.setdefault(step, (version, []))[1].extend(samples)
+        self._num_samples += self.batch_size
+        self.num_computed += self.batch_size
+        self._num_old += self.batch_size * (step < self.learner.num_steps + (self._running is not None))
+        is_due = self._num_samples >= self.target and self._running is None
+        if is_due and self._awaits_nobody():
             self._begin_round(time)
-        if self.variant.waits and self._running is not None:
+        waits = self._waits[trainer] and self._running is not None
+        if waits or (is_due and (self.variant.together or self._waits[trainer])):
             self._waiting.append(trainer)
         else:
             self._begin(trainer, time)
 
+    def _awaits_nobody(self) -> bool:
+        """Whether a round that is due waits for no running local step."""
+        awaited = (self.variant.together or (self._is_short[other] and self._waits[other]) for other in self._begun)
+        return not any(awaited)
+
     def _begin_round(self, time: float) -> None:
-        self._running = self._total, self._num_samples
+        gradients = [self.learner.gradient(*computed) for computed in self._computed.values()]
+        self._running = [sum(gradient) for gradient in zip(*gradients, strict=True)], self._num_samples
         self.sizes.append(self._num_samples)
-        self._total, self._num_samples = [], 0
+        self._computed, self._num_samples = {}, 0
         self._push(time + self.variant.round, -1)
 
     def _end_round(self, time: float) -> None:
@@ -188,20 +205,22 @@ class Trainers:
         self._running, waiting, self._waiting = None, self._waiting, []
         for trainer in waiting:
             self._begin(trainer, time)
-        if self._num_samples >= self.target and not self.variant.together:
+        if self._num_samples >= self.target and self._awaits_nobody():
             self._begin_round(time)
+
+
+def _idle_seconds(round_seconds: float, local_seconds: float) -> float:
+    """Return what a trainer loses if its local steps wait for rounds, as CollaborativeOptimizer computes it."""
+    if round_seconds < local_seconds:
+        return round_seconds**2 / (2 * local_seconds)
+    return round_seconds - local_seconds / 2
 
 
 def train_alone(learner: Learner, sizes: Sequence[int], seed: int) -> None:
     """Take steps with batches of these sizes in one process."""
     order = sample_order(learner.task.num_samples, seed, 0)
     for size in sizes:
-        total: list[torch.Tensor] = []
-        for begin in range(0, size, 2 * MICRO_BATCH):
-            samples = [next(order) for _ in range(min(2 * MICRO_BATCH, size - begin))]
-            gradient = learner.gradient(learner.version, samples)
-            total = torch._foreach_add(total, gradient) if total else gradient
-        learner.update(total, size)
+        learner.update(learner.gradient(learner.version, [next(order) for _ in range(size)]), size)
 
 
 def interval(differences: Sequence[float]) -> str:
@@ -233,6 +252,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--local_steps", type=int, default=4, help="mean of a trainer in a global step")
+    parser.add_argument("--batch_size", type=int, default=8, help="samples of a local step")
     parser.add_argument("--learning_rate", type=float, help="default: the model's")
     return parser.parse_args()
 
@@ -254,8 +274,9 @@ def main() -> None:
         for peers, variant in itertools.product(args.peers, args.variants):
             differences = []
             for seed in args.seeds:
-                target = args.local_steps * MICRO_BATCH * peers
-                trainers = Trainers(Learner(task, hyperparameters, seed), VARIANTS[variant], peers, seed, target)
+                target = args.local_steps * args.batch_size * peers
+                learner = Learner(task, hyperparameters, seed)
+                trainers = Trainers(learner, VARIANTS[variant], peers, seed, target, args.batch_size)
                 trainers.run(args.steps)
                 key = seed, tuple(trainers.sizes)
                 if key not in alone:
