@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from cotrain.common.errors import UserError, describe
 from cotrain.common.flags import has_secret
 
@@ -27,8 +29,7 @@ TAG, ROLE = "CollaborativeTraining", "Role"  # the tags of all resources
 COORDINATOR, TRAINER = "coordinator", "trainer"
 
 COORDINATOR_IMAGE = "/aws/service/ami-amazon-linux-latest/al2023-ami-kernel-default-x86_64"
-# CloudFormation's attribute is like {"coordinator":"/ip4/203.0.113.1/tcp/31337/p2p/XXXX"}.
-ADDRESS = {"Fn::Select": [3, {"Fn::Split": ['"', {"Fn::GetAtt": ["ready", "Data"]}]}]}
+FOLDER = Path(__file__).parent
 
 
 @dataclass(frozen=True)
@@ -58,16 +59,6 @@ class Settings:
             url = getattr(self, field)
             if "://" not in url or has_secret(url):  # all users of the machines can read it
                 raise UserError(f"{field.upper()} must be an address like https://example.org/x, without a secret")
-
-
-def resource(kind: str, **properties: object) -> dict:
-    """Return a resource of a template."""
-    return {"Type": f"AWS::{kind}", "Properties": properties}
-
-
-def allow(**statement: object) -> dict:
-    """Return a policy with one statement."""
-    return {"Version": "2012-10-17", "Statement": [{"Effect": "Allow", **statement}]}
 
 
 @contextlib.contextmanager
@@ -151,6 +142,7 @@ class Deployment:
         stack = {
             "StackName": self.settings.name,
             "TemplateBody": json.dumps(self.template()),
+            "Parameters": [{"ParameterKey": key, "ParameterValue": value} for key, value in self.parameters().items()],
             "Capabilities": ["CAPABILITY_IAM"],
             "Tags": [{"Key": TAG, "Value": self.settings.name}],
         }
@@ -180,112 +172,42 @@ class Deployment:
 
     # --- the stack ---------------------------------------------------------------------------------------------------
 
+    def parameters(self) -> dict[str, str]:
+        """Return the parameters of the template, but for what it must contain itself."""
+        s = self.settings
+        return {
+            "Name": s.name,
+            "Port": str(s.port),
+            "DiskGib": str(s.disk_gib),
+            "CoordinatorType": s.coordinator_type,
+            "CoordinatorImage": COORDINATOR_IMAGE,
+            "TrainerImage": s.trainer_image,
+            "MaxSpotPrice": str(s.max_spot_price),
+        }
+
     def template(self) -> dict:
         """Return the template of the stack: the port of the peers, the coordinator, and the group of trainers."""
         s = self.settings
-        images = {COORDINATOR: COORDINATOR_IMAGE, TRAINER: s.trainer_image}
-        parameters = {
-            f"{role}Image": {"Type": "AWS::SSM::Parameter::Value<AWS::EC2::Image::Id>", "Default": image}
-            for role, image in images.items()
-        }
-        port = {"IpProtocol": "tcp", "FromPort": s.port, "ToPort": s.port, "CidrIp": "0.0.0.0/0"}
-        elastic_ip = {"Fn::GetAtt": ["address", "AllocationId"]}
-        resources = {
-            "peers": resource("EC2::SecurityGroup", GroupDescription="Port of the peers", SecurityGroupIngress=[port]),
-            "address": resource("EC2::EIP", Domain="vpc", Tags=self._tags("address")),
-            "coordinatorTemplate": self._machine(
-                COORDINATOR, self.coordinator_user_data(), InstanceType=s.coordinator_type
-            ),
-            # Always version 1: other settings would stop the instance, and AWS runs user data at the first boot only.
-            "coordinator": resource(
-                "EC2::Instance", LaunchTemplate={"LaunchTemplateId": {"Ref": "coordinatorTemplate"}, "Version": "1"}
-            ),
-            "association": resource("EC2::EIPAssociation", AllocationId=elastic_ip, InstanceId={"Ref": "coordinator"}),
-            "signal": resource("CloudFormation::WaitConditionHandle"),
-            "ready": {
-                **resource("CloudFormation::WaitCondition", Handle={"Ref": "signal"}, Timeout="1800"),
-                "DependsOn": "association",
-            },
-            "trainerTemplate": self._machine(
-                TRAINER,
-                self.trainer_user_data(),
-                IamInstanceProfile={"Arn": {"Fn::GetAtt": ["trainerProfile", "Arn"]}},
-            ),
-            "trainerProfile": resource("IAM::InstanceProfile", Roles=[{"Ref": "trainerRole"}]),
-            "trainerRole": self._trainer_role(),
-            "trainers": self._trainer_group(),
-        }
-        return {"Parameters": parameters, "Resources": resources, "Outputs": {"address": {"Value": ADDRESS}}}
-
-    def _machine(self, role: str, user_data: dict, **more: object) -> dict:
-        """Return the launch template of a role."""
-        disk = {"VolumeSize": self.settings.disk_gib, "VolumeType": "gp3", "DeleteOnTermination": True}
-        machine = {
-            "ImageId": {"Ref": f"{role}Image"},
-            "UserData": user_data,
-            "SecurityGroupIds": [{"Fn::GetAtt": ["peers", "GroupId"]}],
-            "BlockDeviceMappings": [{"DeviceName": "/dev/xvda", "Ebs": disk}],  # the root of Amazon Linux
-            "MetadataOptions": {"HttpTokens": "required", "HttpPutResponseHopLimit": 1},
-            "TagSpecifications": [{"ResourceType": kind, "Tags": self._tags(role)} for kind in ("instance", "volume")],
-            **more,
-        }
-        return resource("EC2::LaunchTemplate", LaunchTemplateData=machine)
-
-    def _trainer_role(self) -> dict:
-        """Return the role with which a trainer may give its machine back."""
-        arn = "arn:${AWS::Partition}:autoscaling:${AWS::Region}:${AWS::AccountId}:autoScalingGroup:*"
-        group = {"Fn::Sub": f"{arn}:autoScalingGroupName/{self._trainers}"}
-        give_back = allow(Action="autoscaling:TerminateInstanceInAutoScalingGroup", Resource=group)
-        machine = allow(Principal={"Service": "ec2.amazonaws.com"}, Action="sts:AssumeRole")
-        policy = {"PolicyName": TRAINER, "PolicyDocument": give_back}
-        return resource("IAM::Role", AssumeRolePolicyDocument=machine, Policies=[policy])
-
-    def _trainer_group(self) -> dict:
-        """Return the Auto Scaling group of spot instances in all zones.
-
-        Their number is not stated: the stack would fail if AWS cannot start them all.
-        """
-        version = {"Fn::GetAtt": ["trainerTemplate", "LatestVersionNumber"]}
-        template = {
-            "LaunchTemplateSpecification": {"LaunchTemplateId": {"Ref": "trainerTemplate"}, "Version": version},
-            "Overrides": [{"InstanceType": name} for name in self.settings.trainer_types],
-        }
-        spot = {
-            "SpotAllocationStrategy": "price-capacity-optimized",
-            "SpotMaxPrice": str(self.settings.max_spot_price),
-            "OnDemandPercentageAboveBaseCapacity": 0,
-        }
-        return resource(
-            "AutoScaling::AutoScalingGroup",
-            AutoScalingGroupName=self._trainers,
-            MinSize="0",
-            MaxSize="1000",
-            AvailabilityZones={"Fn::GetAZs": ""},
-            MixedInstancesPolicy={"LaunchTemplate": template, "InstancesDistribution": spot},
-        )
-
-    def coordinator_user_data(self) -> dict:
-        s = self.settings
+        template = yaml.safe_load((FOLDER / "stack.yaml").read_text(encoding="utf-8"))
+        resources, address = template["Resources"], template["Outputs"]["address"]["Value"]
         digest = ["--dataset_sha256", s.dataset_sha256] if s.dataset_sha256 else []
         flags = ["--run_id", s.run_id, "--dataset_url", s.dataset_url, *digest, *shlex.split(s.monitor_flags)]
         values = {"Fn::Sub": "PUBLIC_IP='${address}' SIGNAL_URL='${signal}'"}
-        return self._user_data(COORDINATOR, "run_training_monitor.py", flags, values)
-
-    def trainer_user_data(self) -> dict:
-        s = self.settings
+        machine = resources["coordinatorTemplate"]["Properties"]["LaunchTemplateData"]
+        machine["UserData"] = self._user_data(COORDINATOR, "run_training_monitor.py", flags, values)
         flags = ["--username", f"{s.name}-aws", "--disable_tqdm", *shlex.split(s.trainer_flags)]
-        values = {"Fn::Sub": ["INITIAL_PEERS='${peer}' REGION='${AWS::Region}'", {"peer": ADDRESS}]}
-        return self._user_data(TRAINER, "run_trainer.py", flags, values)
+        values = {"Fn::Sub": ["INITIAL_PEERS='${peer}' REGION='${AWS::Region}'", {"peer": address}]}
+        machine = resources["trainerTemplate"]["Properties"]["LaunchTemplateData"]
+        machine["UserData"] = self._user_data(TRAINER, "run_trainer.py", flags, values)
+        group = resources["trainers"]["Properties"]["MixedInstancesPolicy"]["LaunchTemplate"]
+        group["Overrides"] = [{"InstanceType": name} for name in s.trainer_types]
+        return template
 
     def _user_data(self, role: str, script: str, flags: list[str], values: dict) -> dict:
         """Return user_data.sh with its settings; `values` are those that only CloudFormation knows."""
         s = self.settings
         known = {"ROLE": role, "REPO_URL": s.repo_url, "REVISION": s.revision, "SCRIPT": script, "PORT": str(s.port)}
         head = [f"{name}={shlex.quote(value)}" for name, value in known.items()]
-        shebang, body = (Path(__file__).parent / "user_data.sh").read_text(encoding="utf-8").split("\n", 1)
+        shebang, body = (FOLDER / "user_data.sh").read_text(encoding="utf-8").split("\n", 1)
         lines = [shebang, *head, values, f"FLAGS=({shlex.join(flags)})", "", body]
         return {"Fn::Base64": {"Fn::Join": ["\n", lines]}}
-
-    def _tags(self, role: str) -> list[dict]:
-        tags = {"Name": f"{self.settings.name}-{role}", TAG: self.settings.name, ROLE: role}
-        return [{"Key": key, "Value": value} for key, value in tags.items()]

@@ -64,7 +64,9 @@ def test_failure_of_the_stack_has_its_first_reason(started, monkeypatch):
 
 def test_template_is_valid(started):
     """AWS's published schemas of the resources; moto accepts more."""
-    found = lint(json.dumps(started.template()), config=ManualArgs(regions=["us-east-1"]))
+    template = started.template()
+    assert template["Parameters"].keys() == started.parameters().keys()
+    found = lint(json.dumps(template), config=ManualArgs(regions=["us-east-1"]))
     # The schemas call the data of a wait condition an object; CloudFormation's functions get it as text.
     text = "{'Fn::GetAtt': ['ready', 'Data']} is not of type 'string'"
     assert [str(problem) for problem in found if problem.message != text] == []
@@ -105,17 +107,24 @@ class TestCoordinator:
         assert f"\nINITIAL_PEERS='{COORDINATOR_ADDRESS}' REGION='us-east-1'\n" in read_user_data(started, "trainer")
 
     def test_machines(self, started):
-        resources = Deployment(make_settings(disk_gib=60)).template()["Resources"]
+        Deployment(make_settings(disk_gib=60)).set_trainers(1)
+        resources = started.template()["Resources"]
+        templates = {x["LaunchTemplateId"] for x in started.ec2.describe_launch_templates()["LaunchTemplates"]}
+        assert len(templates) == 2
+        for template in templates:
+            versions = started.ec2.describe_launch_template_versions(LaunchTemplateId=template)
+            newest = max(versions["LaunchTemplateVersions"], key=lambda version: version["VersionNumber"])
+            (disk,) = newest["LaunchTemplateData"]["BlockDeviceMappings"]
+            assert (disk["DeviceName"], disk["Ebs"]["VolumeSize"]) == ("/dev/xvda", 60)
         for role in ("coordinator", "trainer"):
             machine = resources[f"{role}Template"]["Properties"]["LaunchTemplateData"]
-            assert machine["BlockDeviceMappings"][0]["Ebs"]["VolumeSize"] == 60
             assert machine["MetadataOptions"]["HttpTokens"] == "required"
             assert {tag["ResourceType"] for tag in machine["TagSpecifications"]} == {"instance", "volume"}
             assert ("IamInstanceProfile" in machine) == (role == "trainer")
         (policy,) = resources["trainerRole"]["Properties"]["Policies"]
         (statement,) = policy["PolicyDocument"]["Statement"]
         assert statement["Action"] == "autoscaling:TerminateInstanceInAutoScalingGroup"
-        assert statement["Resource"]["Fn::Sub"].endswith(":autoScalingGroupName/test-trainers")
+        assert statement["Resource"]["Fn::Sub"].endswith(":autoScalingGroupName/${Name}-trainers")
 
 
 class TestTrainers:
