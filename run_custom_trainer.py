@@ -33,7 +33,7 @@ def train(args: TrainerArguments, stop: StopSignal) -> None:
         output_dir = Path(args.training.output_dir)
         peer = stack.enter_context(open_peer(args.collaboration, output_dir, args.collaboration.client_mode, stop))
 
-        # hivemind's optimizer, around LAMB or AdamW
+        # hivemind's optimizer, around LAMB, AdamW or Muon
         batch_size_per_step = args.training.batch_size_per_step(num_devices=1)
         optimizer = build_optimizer(model, peer, batch_size_per_step, args)
         stack.callback(optimizer.shutdown)

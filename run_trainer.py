@@ -22,7 +22,7 @@ def train(args: TrainerArguments, stop: StopSignal) -> None:
     from callback import CollaborativeCallback
     from cotrain.peer.peer import open_peer
     from cotrain.training.builders import build_optimizer
-    from cotrain.training.hf_trainer import CollaborativeTrainer, NoOpScheduler, PeerSampler, build_training_arguments
+    from cotrain.training.hf_trainer import CollaborativeTrainer, PeerSampler, build_training_arguments
     from cotrain.training.session import open_session
     from cotrain.training.workload import load_workload
 
@@ -35,7 +35,7 @@ def train(args: TrainerArguments, stop: StopSignal) -> None:
         peer = stack.enter_context(open_peer(args.collaboration, output_dir, args.collaboration.client_mode, stop))
         peer_id = str(peer.dht.peer_id)
 
-        # hivemind's optimizer, around LAMB or AdamW. `step` counts a local step; once all peers together have
+        # hivemind's optimizer, around LAMB, AdamW or Muon. `step` counts a local step; once all peers together have
         # target_batch_size samples, the optimizer averages the gradients and takes the global step.
         optimizer = build_optimizer(model, peer, batch_size_per_step, args)
         stack.callback(optimizer.shutdown)
@@ -48,7 +48,7 @@ def train(args: TrainerArguments, stop: StopSignal) -> None:
             model=model,
             args=build_training_arguments(args.training, peer_id),
             train_dataset=work.samples,
-            optimizers=(optimizer, NoOpScheduler(optimizer)),
+            optimizer=optimizer,
             callbacks=[CollaborativeCallback(session)],
             task=task,
             sampler=PeerSampler(len(work.samples), peer_id, args.training.seed, optimizer, batch_size_per_step),

@@ -67,7 +67,7 @@ def join_run(
         stack.enter_context(open_tunnel(run_args))
         peer = stack.enter_context(open_peer(run_args, output_dir, run_args.client_mode, stop))
 
-        # hivemind's optimizer, around LAMB or AdamW
+        # hivemind's optimizer, around LAMB, AdamW or Muon
         weights = fingerprint(model)
         optimizer = build_optimizer(model, peer, args.training.batch_size_per_step(num_devices=1), args)
         stack.callback(optimizer.shutdown)

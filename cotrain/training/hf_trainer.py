@@ -1,14 +1,13 @@
 """transformers' Trainer for a collaboration, with the workarounds that it needs."""
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from datasets import Dataset
 from hivemind.utils import get_logger
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import Sampler
+from torch.optim.lr_scheduler import MultiplicativeLR
+from torch.utils.data import RandomSampler, Sampler
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from cotrain.arguments import LocalTrainingArguments
@@ -48,25 +47,10 @@ class PeerSampler(Sampler):
         return self.pass_length
 
     def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator()
-        generator.manual_seed(derive_seed(self.peer_id, self.seed, self.optimizer.local_epoch, self.num_passes))
+        seed = derive_seed(self.peer_id, self.seed, self.optimizer.local_epoch, self.num_passes)
         self.num_passes += 1
-        num_permutations = math.ceil(self.pass_length / self.length)
-        permutations = [torch.randperm(self.length, generator=generator) for _ in range(num_permutations)]
-        yield from torch.cat(permutations)[: self.pass_length].tolist()
-
-
-class NoOpScheduler(LRScheduler):
-    """Placeholder for the scheduler that the Trainer requires; it changes no learning rate.
-
-    The real scheduler is inside hivemind's optimizer and counts global steps.
-    """
-
-    def get_lr(self) -> list[float]:
-        return [group["lr"] for group in self.optimizer.param_groups]
-
-    def step(self, epoch: int | None = None) -> None:
-        self._last_lr = self.get_lr()
+        # Not the base class: accelerate replaces a RandomSampler by one of its own.
+        yield from RandomSampler(range(self.length), False, self.pass_length, torch.Generator().manual_seed(seed))
 
 
 class TaskLoss(torch.nn.Module):
@@ -92,8 +76,18 @@ class TaskLoss(torch.nn.Module):
 class CollaborativeTrainer(Trainer):
     """Trainer that computes gradients for hivemind's optimizer, on samples in this peer's own order."""
 
-    def __init__(self, *args, task: Task, sampler: PeerSampler, loss_meter: LossMeter, **kwargs):
-        super().__init__(*args, data_collator=task.collate, **kwargs)
+    def __init__(
+        self,
+        *args,
+        optimizer: torch.optim.Optimizer,
+        task: Task,
+        sampler: PeerSampler,
+        loss_meter: LossMeter,
+        **kwargs,
+    ):
+        # The Trainer requires a schedule. This one changes nothing: the real one counts global steps in the optimizer.
+        no_schedule = MultiplicativeLR(optimizer, lambda step: 1.0)
+        super().__init__(*args, data_collator=task.collate, optimizers=(optimizer, no_schedule), **kwargs)
         self.task, self.sampler, self.loss_meter = task, sampler, loss_meter
         # transformers assumes that a `forward` with **kwargs divides its loss by the number of items in the
         # accumulated batch, and then does not divide by gradient_accumulation_steps. The loss of a task is a mean over
@@ -120,7 +114,7 @@ class CollaborativeTrainer(Trainer):
         return loss
 
     def _get_grad_norm(self, model, grad_norm: float | None = None) -> float | None:
-        """Return the norm that was computed for another purpose. The Trainer would compute it for the log alone."""
+        """Skip the Trainer's norm, which it computes for the log alone."""
         return grad_norm
 
 

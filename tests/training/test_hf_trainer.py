@@ -21,7 +21,6 @@ from cotrain.status.loss_meter import LossMeter
 from cotrain.task import Task
 from cotrain.training.hf_trainer import (
     CollaborativeTrainer,
-    NoOpScheduler,
     PeerSampler,
     TaskLoss,
     autocast_dtype,
@@ -52,7 +51,7 @@ def build_trainer(folder: Path, sampler: PeerSampler | None = None, **options) -
         args=TrainingArguments(output_dir=str(folder), **options),
         train_dataset=dataset,
         task=FakeTask(),
-        optimizers=(optimizer, NoOpScheduler(optimizer)),
+        optimizer=optimizer,
         sampler=sampler,
         loss_meter=LossMeter(),
     )
@@ -239,7 +238,7 @@ def test_any_task_trains_on_one_device_or_two(tmp_path, monkeypatch, num_devices
     options = {"per_device_train_batch_size": 4 // num_devices, "gradient_accumulation_steps": 2, "max_steps": 1}
     trainer = CollaborativeTrainer(
         model=model, args=TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", **NO_EXTRAS, **options),
-        train_dataset=samples, optimizers=(optimizer, NoOpScheduler(optimizer)), task=Attribute(),
+        train_dataset=samples, optimizer=optimizer, task=Attribute(),
         sampler=PeerSampler(8, "peer", 0, SimpleNamespace(local_epoch=0)), loss_meter=LossMeter(),
     )  # fmt: skip
     gradients = []
