@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cotrain.common.errors import run_script
-from cotrain.common.flags import Flags, flag, parse_arguments
+from cotrain.common.flags import Flags, flag
 
 POSITIONAL = {
     "CHECKPOINT": "Checkpoint, or output folder, of which the newest complete checkpoint is taken",
@@ -30,7 +30,9 @@ class FillMaskArguments(Flags):
 
 
 def main() -> None:
-    args, positional = parse_arguments([FillMaskArguments], __doc__, positional=POSITIONAL)
+    from cotrain.common.argument_parser import ArgumentParser
+
+    args, positional = ArgumentParser([FillMaskArguments], __doc__, POSITIONAL).parse().arguments
     # Seconds of imports, which --help and a wrong flag need not wait for.
     from transformers.utils.logging import set_verbosity_error
 

@@ -18,7 +18,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 
 from cotrain.common.errors import UserError, run_script
-from cotrain.common.flags import Flags, flag, parse_arguments, require
+from cotrain.common.flags import Flags, flag, require
 
 
 @dataclass
@@ -57,6 +57,8 @@ class RevocationArguments:
 
 
 def main() -> None:
+    from cotrain.common.argument_parser import parse_arguments
+
     if sys.argv[1:2] == ["revoke"]:
         revoke(*parse_arguments([RevocationArguments], "Revoke invitations", sys.argv[2:]))
     else:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from arguments import BaseTrainingArguments, DatasetArguments, HyperparameterArguments, ReportingArguments
 from cotrain.common.errors import UserError, run_script
-from cotrain.common.flags import flag, parse_command_line
+from cotrain.common.flags import flag
 from cotrain.common.signals import StopSignal, ignore_launcher
 from peerstep.processes import guard_children
 
@@ -47,7 +47,9 @@ ARGUMENTS = (EvaluatorArguments, BaseTrainingArguments, DatasetArguments, Hyperp
 
 def main() -> None:
     with StopSignal() as stop, ExitStack() as stack:
-        line = parse_command_line(ARGUMENTS, __doc__)
+        from cotrain.common.argument_parser import ArgumentParser
+
+        line = ArgumentParser(ARGUMENTS, __doc__).parse()
         ignore_launcher()
         guard_children()
         # Seconds of imports, which --help and a wrong flag need not wait for.

@@ -27,7 +27,7 @@ from pathlib import Path
 from cotrain.common.atomic_files import check_target, lock_folder
 from cotrain.common.diagnosis import HINT
 from cotrain.common.errors import UserError, run_script
-from cotrain.common.flags import Flags, flag, parse_arguments
+from cotrain.common.flags import Flags, flag
 from cotrain.common.json_file import read_records
 from peerstep.processes import leave_with_parent
 
@@ -60,6 +60,8 @@ class DemoArguments(Flags):
 
 
 def main() -> None:
+    from cotrain.common.argument_parser import parse_arguments
+
     (args,) = parse_arguments([DemoArguments], __doc__)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: an exception, which stops the processes
     started = time.monotonic()

@@ -25,7 +25,7 @@ from arguments import (
     check_compression,
 )
 from cotrain.common.errors import run_script
-from cotrain.common.flags import ArgumentsError, flag, parse_command_line, parse_repo_id
+from cotrain.common.flags import ArgumentsError, flag, parse_repo_id
 from cotrain.common.json_file import write_json
 from cotrain.common.signals import StopSignal, ignore_launcher
 from peerstep.processes import guard_children
@@ -109,7 +109,9 @@ ARGUMENTS = (TrainingMonitorArguments, RunArguments, BaseTrainingArguments)
 
 def main() -> None:
     with StopSignal(grace=32.0) as stop, ExitStack() as stack:  # the last report takes 20 seconds of these at most
-        line = parse_command_line(ARGUMENTS, __doc__)
+        from cotrain.common.argument_parser import ArgumentParser
+
+        line = ArgumentParser(ARGUMENTS, __doc__).parse()
         ignore_launcher()
         guard_children()
         # These imports take seconds, which --help and usage errors do not need.

@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 
 from arguments import DATASET_FOLDERS
 from cotrain.common.errors import UserError, run_script
-from cotrain.common.flags import ArgumentsError, Flags, flag, parse_arguments, require, require_apart
+from cotrain.common.flags import ArgumentsError, Flags, flag, require, require_apart
 from cotrain.data.corpus import Documents, read_corpus
 from cotrain.data.manifest import Manifest
 from cotrain.models.objectives import DEFAULT_OBJECTIVE, OBJECTIVES
@@ -118,6 +118,8 @@ class TokenizationArguments(Flags):
 
 
 def main() -> None:
+    from cotrain.common.argument_parser import parse_arguments
+
     (args,) = parse_arguments([TokenizationArguments], __doc__)
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if args.num_proc == 1 else "false"  # threads or processes, not both
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: an exception, which removes temporary files

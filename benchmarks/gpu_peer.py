@@ -27,8 +27,8 @@ from transformers import PretrainedConfig, Trainer, TrainerCallback
 
 import run_trainer
 from cotrain.arguments import TRAINER_ARGUMENTS, DatasetArguments
+from cotrain.common.argument_parser import parse_arguments
 from cotrain.common.errors import run_script
-from cotrain.common.flags import parse_arguments
 from cotrain.models import model as models
 from cotrain.task import Task
 from cotrain.tasks.loading import build_model

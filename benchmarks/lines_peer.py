@@ -22,8 +22,9 @@ from cotrain.arguments import (
     ProgressTrackerArguments,
     TrainerArguments,
 )
+from cotrain.common.argument_parser import parse_arguments
 from cotrain.common.errors import run_script
-from cotrain.common.flags import flag, parse_arguments
+from cotrain.common.flags import flag
 from cotrain.common.signals import StopSignal
 from peerstep.processes import guard_children
 from tests.support.altered import Recorder

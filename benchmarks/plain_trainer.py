@@ -22,8 +22,8 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from cotrain.arguments import TRAINER_ARGUMENTS
+from cotrain.common.argument_parser import parse_arguments
 from cotrain.common.errors import run_script
-from cotrain.common.flags import parse_arguments
 from cotrain.monitoring.evaluation import Evaluator
 from cotrain.tasks.loading import build_model, load_samples, load_task
 from cotrain.training.builders import build_local_optimizer, build_param_groups, build_scheduler

@@ -1,4 +1,7 @@
-"""Command-line parser of the scripts: fills their dataclasses and translates the flags of older examples."""
+"""Command-line parser of the scripts: fills their dataclasses and translates the flags of older examples.
+
+Scripts import it in `main`: transformers takes a second, in which Ctrl-C already ends them with one line.
+"""
 
 import difflib
 import itertools
@@ -133,7 +136,12 @@ class CommandLine:
 class ArgumentParser(HfArgumentParser):
     """transformers' dataclass parser, with translated old flags and one-line usage errors."""
 
-    def __init__(self, dataclass_types, description: str, positional: Mapping[str, str] | None = None):
+    def __init__(self, dataclass_types: Sequence[type], description: str, positional: Mapping[str, str] | None = None):
+        """Make a parser that returns one instance of each dataclass.
+
+        :param description: the script's docstring, whose first line --help shows
+        :param positional: name -> help text of the arguments without a flag. They are returned last, as a namespace
+        """
         super().__init__(dataclass_types, description=description.strip().splitlines()[0], allow_abbrev=False)
         self.source = ""  # of the values that an error message is about
         for name, text in (positional or {}).items():
@@ -198,6 +206,11 @@ class ArgumentParser(HfArgumentParser):
             print(f"warning: {warning}", file=sys.stderr)
         stated = {action.dest for action in self._actions if not set(words).isdisjoint(action.option_strings)}
         return CommandLine(self, words, tuple(dataclasses), frozenset(stated))
+
+
+def parse_arguments(dataclass_types: Sequence[type], description: str, args: Sequence[str] | None = None) -> tuple:
+    """Return one instance of each dataclass, see `ArgumentParser`."""
+    return ArgumentParser(dataclass_types, description).parse(args).arguments
 
 
 class KeywordParser(ArgumentParser):

@@ -1,26 +1,17 @@
-"""The flags of a script: their declaration, checks of their values, and the command line.
-
-The parser is imported when it is needed: transformers takes a second.
-"""
-
-from __future__ import annotations
+"""The flags of a script: their declaration, and checks of their values."""
 
 import ipaddress
 import math
 import operator
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import field, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from urllib3.util import parse_url
 
 from cotrain.common.errors import UserError
-
-if TYPE_CHECKING:
-    from cotrain.common.argument_parser import CommandLine
 
 
 class ArgumentsError(UserError, ValueError):
@@ -80,27 +71,6 @@ def find_settings(dataclass_types: list[type], *, optional_only: bool = False) -
     kinds = {"optional"} if optional_only else {"optional", "common"}
     found = (option for dataclass_type in dataclass_types for option in fields(dataclass_type))
     return frozenset(option.name for option in found if option.metadata.get("setting") in kinds)
-
-
-def parse_command_line(
-    dataclass_types: Sequence[type],
-    description: str,
-    args: Sequence[str] | None = None,
-    positional: Mapping[str, str] | None = None,
-) -> CommandLine:
-    """Parse the command line into one instance of each dataclass; exit with code 2 on a usage error.
-
-    :param description: the script's docstring, whose first line --help shows
-    :param positional: name -> help text of the arguments without a flag. They are returned last, as a namespace
-    """
-    from cotrain.common.argument_parser import ArgumentParser
-
-    return ArgumentParser(dataclass_types, description, positional).parse(args)
-
-
-def parse_arguments(dataclass_types: Sequence[type], description: str, *options, **named) -> tuple:
-    """Return the instances alone; arguments as for `parse_command_line`."""
-    return parse_command_line(dataclass_types, description, *options, **named).arguments
 
 
 # --- checks of values ------------------------------------------------------------------------------------------------

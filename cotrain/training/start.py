@@ -7,7 +7,6 @@ from pathlib import Path
 
 from cotrain.arguments import TRAINER_ARGUMENTS, TrainerArguments
 from cotrain.common.errors import require_packages
-from cotrain.common.flags import parse_command_line
 from cotrain.common.signals import StopSignal, ignore_launcher
 from cotrain.status.status import recorded_start, show_status
 from peerstep.processes import guard_children
@@ -16,7 +15,9 @@ from peerstep.processes import guard_children
 def start_trainer(train: Callable[[TrainerArguments, StopSignal], None], description: str) -> None:
     """Parse the command line, and train with the settings of the run, or do what --status or --check asks for."""
     with StopSignal() as stop:
-        command_line = parse_command_line(TRAINER_ARGUMENTS, description)
+        from cotrain.common.argument_parser import ArgumentParser
+
+        command_line = ArgumentParser(TRAINER_ARGUMENTS, description).parse()
         args = TrainerArguments(*command_line.arguments)
         if args.training.status:
             sys.exit(show_status(Path(args.training.output_dir)))

@@ -9,7 +9,8 @@ import pytest
 import run_evaluator
 import run_training_monitor
 from cotrain.arguments import TRAINER_ARGUMENTS
-from cotrain.common.flags import ArgumentsError, endpoint_to_maddrs, parse_arguments
+from cotrain.common.argument_parser import parse_arguments
+from cotrain.common.flags import ArgumentsError, endpoint_to_maddrs
 from invite import InvitationArguments, RevocationArguments
 from run_local_demo import DemoArguments
 from tests.support.peers import ROOT

@@ -12,7 +12,7 @@ import pytest
 
 import run_training_monitor
 from cotrain.arguments import TRAINER_ARGUMENTS
-from cotrain.common.flags import parse_arguments
+from cotrain.common.argument_parser import parse_arguments
 from deploy.aws import Deployment
 from tests.deploy.test_notebooks import commit_another, make_repository, write_program
 from tests.support.aws import make_settings, read_user_data

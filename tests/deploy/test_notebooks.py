@@ -17,8 +17,8 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
 from cotrain.arguments import TRAINER_ARGUMENTS
+from cotrain.common.argument_parser import parse_arguments
 from cotrain.common.errors import UserError
-from cotrain.common.flags import parse_arguments
 from cotrain.peer.tunnel import NGROK_INSTALL
 from deploy import join
 from deploy.aws import Deployment

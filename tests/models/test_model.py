@@ -7,8 +7,8 @@ import torch
 from transformers import AlbertForPreTraining, AutoConfig
 
 from cotrain.arguments import HyperparameterArguments, LocalTrainingArguments
+from cotrain.common.argument_parser import parse_arguments
 from cotrain.common.errors import UserError
-from cotrain.common.flags import parse_arguments
 from cotrain.models.model import choose_kernels, enable_gradient_checkpointing
 from cotrain.peer.run_config import SETTINGS
 from cotrain.training.builders import build_local_optimizer, build_param_groups

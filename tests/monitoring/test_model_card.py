@@ -10,7 +10,7 @@ from markdown_it import MarkdownIt
 from transformers import AutoConfig, AutoTokenizer
 
 from cotrain.arguments import TRAINER_ARGUMENTS
-from cotrain.common.flags import parse_arguments
+from cotrain.common.argument_parser import parse_arguments
 from cotrain.monitoring.aggregation import StepReport
 from cotrain.monitoring.contributors import Contributors
 from cotrain.monitoring.model_card import CardMetadata, build_card
