@@ -61,7 +61,7 @@ def main() -> None:
         from cotrain.monitoring.reporters import Reporters
         from cotrain.peer.peer import open_peer
         from cotrain.peer.run_config import adopt_run_config
-        from cotrain.tasks.loading import build_model, load_task
+        from cotrain.tasks.task_loading import build_initial_model, load_task
         from cotrain.training.builders import open_observer
         from peerstep.swarm import supervise
 
@@ -72,7 +72,7 @@ def main() -> None:
             raise UserError("--initial_peers is missing: pass the address of a peer of the run")
         task = load_task(dataset_args, disable_tqdm=args.disable_tqdm)
         evaluator = Evaluator(task, stop.is_set, args)
-        model = build_model(task, peer_args.run_id)
+        model = build_initial_model(task, peer_args.run_id)
         output_dir, run_id = Path(args.output_dir), peer_args.run_id
         peer = stack.enter_context(open_peer(peer_args, output_dir, client_mode=True, stop=stop))
         claim_folder(output_dir, run_id)

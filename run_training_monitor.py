@@ -129,7 +129,7 @@ def main() -> None:
         from cotrain.peer.peer import open_peer
         from cotrain.peer.run_config import RunConfig, RunConfigRelay, find_run_config
         from cotrain.peer.tunnel import open_tunnel
-        from cotrain.tasks.loading import build_model, load_task
+        from cotrain.tasks.task_loading import build_initial_model, load_task
         from cotrain.training.builders import open_observer
         from peerstep.swarm import supervise
 
@@ -141,7 +141,7 @@ def main() -> None:
         stack.enter_context(open_tunnel(peer_args))
         if args.store_checkpoints:
             task = load_task(run_args)
-            model = build_model(task, run_id)
+            model = build_initial_model(task, run_id)
         if args.sample_text:
             completer = open_completer(task, model, args.sample_text)
         if args.repo_id is not None:

@@ -31,7 +31,7 @@ from cotrain.common.argument_parser import parse_arguments
 from cotrain.common.errors import run_script
 from cotrain.models import model as models
 from cotrain.task import Task
-from cotrain.tasks.loading import build_model
+from cotrain.tasks.task_loading import build_initial_model
 from cotrain.training import hf_trainer, workload
 from peerstep.accumulators import GradientAccumulator
 
@@ -138,7 +138,7 @@ def train_plain() -> None:
     training_args, dataset_args, *_ = parse_arguments(TRAINER_ARGUMENTS, __doc__)
     device, _ = hf_trainer.choose_devices(training_args)
     task, args = RandomTask(dataset_args), hf_trainer.build_training_arguments(training_args, "peer")
-    model = build_model(task, "gpu").to(device)
+    model = build_initial_model(task, "gpu").to(device)
     model.accepts_loss_kwargs = False  # as CollaborativeTrainer assumes
     trainer = Trainer(model=model, args=args, train_dataset=task.load_samples("train"), data_collator=task.collate)
     trainer.add_callback(Stopwatch(samples_per_step(args)))
@@ -148,7 +148,7 @@ def train_plain() -> None:
 def search_largest() -> None:
     training_args, dataset_args, *_ = parse_arguments(TRAINER_ARGUMENTS, __doc__)
     device, _ = hf_trainer.choose_devices(training_args)
-    model = build_model(RandomTask(dataset_args), "gpu").to(device)
+    model = build_initial_model(RandomTask(dataset_args), "gpu").to(device)
     parameters = [*model.parameters()]
     accumulator = GradientAccumulator(parameters, [], [torch.zeros(parameter.shape) for parameter in parameters])
     dtype = hf_trainer.autocast_dtype(training_args)

@@ -29,7 +29,7 @@ from benchmarks.local_updates_simulation import SPEEDS, Budget, Simulation, Vari
 from cotrain.arguments import DatasetArguments, HyperparameterArguments
 from cotrain.data.manifest import Manifest
 from cotrain.monitoring.evaluation import Evaluator
-from cotrain.tasks.loading import load_task
+from cotrain.tasks.task_loading import load_task
 from peerstep.patches import apply_patches
 from run_evaluator import EvaluatorArguments
 from tests.support.models import build_model

@@ -25,7 +25,7 @@ from cotrain.arguments import TRAINER_ARGUMENTS
 from cotrain.common.argument_parser import parse_arguments
 from cotrain.common.errors import run_script
 from cotrain.monitoring.evaluation import Evaluator
-from cotrain.tasks.loading import build_model, load_samples, load_task
+from cotrain.tasks.task_loading import build_initial_model, load_samples, load_task
 from cotrain.training.builders import build_local_optimizer, build_param_groups, build_scheduler
 from cotrain.training.hf_trainer import build_training_arguments, choose_devices
 from run_evaluator import EvaluatorArguments
@@ -57,7 +57,7 @@ def main() -> None:
     training_args, dataset_args, collaboration_args, *_ = parse_arguments(TRAINER_ARGUMENTS, __doc__)
     device, num_devices = choose_devices(training_args)
     task = load_task(dataset_args, has_weights=True)
-    model = build_model(task, collaboration_args.run_id).to(device)
+    model = build_initial_model(task, collaboration_args.run_id).to(device)
     model.accepts_loss_kwargs = False  # as CollaborativeTrainer assumes
     optimizer = build_local_optimizer(build_param_groups(model, training_args.weight_decay), training_args)
     accumulation = collaboration_args.target_batch_size // training_args.batch_size_per_step(num_devices)

@@ -9,7 +9,7 @@ import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from cotrain.common.flags import (
     ArgumentsError,
@@ -293,6 +293,7 @@ class ModelArguments(Flags):
     """What is trained, and where its data comes from. Trainer, monitor and evaluator must agree on it."""
 
     _argument_group_name = "Model and data"
+    dataset_path: ClassVar[str | None] = None  # a flag of the peers that have the data, see DatasetArguments
 
     model_name_or_path: str = setting(
         "albert-large-v2",

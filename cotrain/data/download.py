@@ -49,7 +49,7 @@ def fetch_data(args: ModelArguments, disable_tqdm: bool = False) -> None:
     """
     if args.dataset_url is None or not _find_missing(args):
         return
-    folder = Path(getattr(args, "dataset_path", args.tokenizer_path)).resolve()
+    folder = Path(args.dataset_path or args.tokenizer_path).resolve()
     make_parent(folder)
     lock = FileLock(folder.with_name(f".{folder.name}.lock"))  # ends with its process
     try:
@@ -74,7 +74,7 @@ def _find_missing(args: ModelArguments) -> dict[str, Path]:
     """
     missing = {}
     for name, flag in ((DATASET, "dataset_path"), (TOKENIZER, "tokenizer_path")):
-        if not hasattr(args, flag):
+        if getattr(args, flag) is None:
             continue
         folder, mark = Path(getattr(args, flag)), _MARKS[name]
         if not (folder / mark).is_file():

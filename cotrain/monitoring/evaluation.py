@@ -18,7 +18,7 @@ from cotrain.dht.metrics_schema import MAX_NUMBER
 from cotrain.monitoring.aggregation import MAX_SILENCE, MAX_SPREAD
 from cotrain.monitoring.reporters import Reporters
 from cotrain.task import Task
-from cotrain.tasks.loading import load_samples
+from cotrain.tasks.task_loading import load_samples
 from peerstep import records as dht_records
 from peerstep.clock import run_time
 from peerstep.progress_record import read_progress

@@ -22,7 +22,7 @@ from cotrain.monitoring.reporters import Reporters
 from cotrain.status.client_mode import ClientModeAlarm
 from cotrain.task import Task
 from cotrain.training import checkpoints
-from cotrain.training.checkpoints import TrainingState
+from cotrain.training.checkpoints import SavedState
 from peerstep import records as dht_records
 from peerstep.clock import run_time
 from peerstep.history import different_marks, read_marks
@@ -98,7 +98,7 @@ class CheckpointKeeper:
             self.averager.restore(metadata, tensors)
             info = {"time": time.time(), "donor": donor}
             with self.averager.frozen_state() as content:
-                state = TrainingState(self.run_id, *content)
+                state = SavedState(self.run_id, *content)
                 path = checkpoints.save_checkpoint(self.folder, self.task, self.model, state, info)
             self._offer(state.step)
             self._has_gone_back = False

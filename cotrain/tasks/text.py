@@ -48,6 +48,8 @@ class TextTask(Task):
         return load_pretrained(self.config, self.args) if self.has_weights else initialize_model(self.config)
 
     def load_samples(self, split: str) -> Dataset:
+        if self.args.dataset_path is None:
+            raise UserError("--dataset_path is missing: this peer has no data, such as a monitor")
         objective, longest = get_objective(self.config), max_tokens(self.config)
         manifest = load_manifest(self.args.dataset_path, self.tokenizer, objective, longest)
         if (length := self.args.seq_length) not in (None, manifest.max_seq_length):

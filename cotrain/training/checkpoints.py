@@ -31,7 +31,7 @@ _CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 
 
 @dataclass
-class TrainingState:
+class SavedState:
     """The training state that peers exchange."""
 
     run_id: str
@@ -43,7 +43,7 @@ class TrainingState:
         return self.metadata["epoch"]
 
 
-def load_training_state(path: Path, run_id: str) -> TrainingState:
+def load_training_state(path: Path, run_id: str) -> SavedState:
     """Load a training state to the CPU; ValueError if the file is damaged, no training state, or of another run."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
@@ -53,10 +53,10 @@ def load_training_state(path: Path, run_id: str) -> TrainingState:
         raise ValueError(f"{path} is not a training state of this version")
     if content.get("run_id") != run_id:
         raise ValueError(f"{path} belongs to the run '{content.get('run_id')}', not to '{run_id}'")
-    return TrainingState(run_id, content["metadata"], content["tensors"])
+    return SavedState(run_id, content["metadata"], content["tensors"])
 
 
-def save_checkpoint(folder: Path, task: Task, model: torch.nn.Module, state: TrainingState, info: dict) -> Path:
+def save_checkpoint(folder: Path, task: Task, model: torch.nn.Module, state: SavedState, info: dict) -> Path:
     """Write `checkpoint-STEP` into a folder: model, training state, and `info` as collaboration.json."""
     path = folder / f"checkpoint-{state.step}"
     if path.is_dir() and not (path / STATE_FILE).exists():
@@ -77,7 +77,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=_step_of, reverse=True)
 
 
-def restore_newest(folder: Path, run_id: str, averager: TrainingStateAverager) -> TrainingState | None:
+def restore_newest(folder: Path, run_id: str, averager: TrainingStateAverager) -> SavedState | None:
     """Restore and return the newest checkpoint that is readable and fits the model; warn of each newer one."""
     for path in list_checkpoints(folder):
         try:

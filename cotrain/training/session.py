@@ -28,7 +28,7 @@ from cotrain.status.status import describe_contribution, describe_end
 from cotrain.status.status_keeper import StatusKeeper
 from cotrain.task import Task
 from cotrain.training import checkpoints
-from cotrain.training.checkpoints import TrainingState
+from cotrain.training.checkpoints import SavedState
 from peerstep import records as dht_records
 from peerstep.clock import run_time
 from peerstep.coordinator import Outcome, StepRecord
@@ -286,13 +286,13 @@ class TrainingSession:
             time.sleep(0.5)
         logger.warning(f"No monitor has saved step #{step} yet: leaving anyway")
 
-    def restore_checkpoint(self) -> TrainingState | None:
+    def restore_checkpoint(self) -> SavedState | None:
         return checkpoints.restore_newest(self.folder, self.args.run_id, self.optimizer.state_averager)
 
     def save_checkpoint(self) -> None:
         """Write a checkpoint of the current global step; log an error if that fails."""
         with self.optimizer.saved_state(), self.optimizer.state_averager.frozen_state() as content:
-            state = TrainingState(self.args.run_id, *content)
+            state = SavedState(self.args.run_id, *content)
             try:
                 path = checkpoints.save_checkpoint(self.folder, self.task, self.model, state, {"time": time.time()})
                 checkpoints.rotate_checkpoints(path, self.num_checkpoints)

@@ -9,7 +9,7 @@ from cotrain.arguments import TrainerArguments
 from cotrain.common.errors import UserError
 from cotrain.models.model import choose_kernels, enable_gradient_checkpointing
 from cotrain.task import Task
-from cotrain.tasks.loading import build_model, load_samples, load_task
+from cotrain.tasks.task_loading import build_initial_model, load_samples, load_task
 from cotrain.training.hf_trainer import choose_devices
 from peerstep.base import share_parameters
 
@@ -41,7 +41,7 @@ def load_workload(args: TrainerArguments) -> Workload:
     samples, batch_size = load_samples(task, "train"), args.training.per_device_train_batch_size
     if len(samples) < batch_size:
         raise UserError(f"the task has {len(samples)} samples, fewer than --per_device_train_batch_size {batch_size}")
-    model = build_model(task, args.collaboration.run_id)
+    model = build_initial_model(task, args.collaboration.run_id)
     if args.training.gradient_checkpointing:
         enable_gradient_checkpointing(model)
     choose_kernels(model, args.training, num_devices if device.type == "cuda" else 0)

@@ -13,8 +13,8 @@ from transformers import AutoConfig
 from cotrain.arguments import DatasetArguments
 from cotrain.monitoring.evaluation import EvaluationLoop, Evaluator
 from cotrain.task import Task
-from cotrain.tasks import loading as tasks
-from cotrain.tasks.loading import load_task
+from cotrain.tasks import task_loading as tasks
+from cotrain.tasks.task_loading import load_task
 from cotrain.tasks.text import measure
 from peerstep import records as dht_records
 from peerstep.clock import run_time
@@ -61,7 +61,7 @@ def evaluate(data):
         dataset_path=str(data / "dataset"),
     )
     task = load_task(dataset_args)
-    model = tasks.build_model(task, "run")
+    model = tasks.build_initial_model(task, "run")
 
     def evaluate(should_stop=lambda: False, **options):
         evaluator = Evaluator(task, should_stop, EvaluatorArguments(use_cpu=True, **options))

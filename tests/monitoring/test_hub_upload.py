@@ -19,9 +19,9 @@ from cotrain.monitoring.aggregation import StepReport
 from cotrain.monitoring.contributors import Contributors
 from cotrain.monitoring.hub_upload import HubUploader, check_repo, require_token
 from cotrain.monitoring.model_card import CardMetadata
-from cotrain.tasks.loading import load_task
+from cotrain.tasks.task_loading import load_task
 from cotrain.training import checkpoints
-from cotrain.training.checkpoints import TrainingState
+from cotrain.training.checkpoints import SavedState
 from run_training_monitor import TrainingMonitorArguments
 from tests.support.dht_records import peer_step
 from tests.support.fake_hub import TOKEN, FakeHub, fake_hub
@@ -240,7 +240,7 @@ def test_hub_that_cannot_be_reached_is_a_warning(hub, monkeypatch, caplog, fault
 
 
 def test_monitor_uploads_a_checkpoint_that_loads(hub, scripts, data, tmp_path):
-    state = TrainingState("up", {"epoch": 3, "statistics": []}, [torch.zeros(3)])
+    state = SavedState("up", {"epoch": 3, "statistics": []}, [torch.zeros(3)])
     args = ModelArguments(model_name_or_path=str(data / "config.json"), tokenizer_path=str(data / "tokenizer"))
     task = load_task(args)
     checkpoints.save_checkpoint(tmp_path / "monitor", task, task.build_model(), state, {})

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from cotrain.tasks.loading import build_model, read_task
+from cotrain.tasks.task_loading import build_initial_model, read_task
 from cotrain.training.checkpoints import list_checkpoints
 from tests.support.peers import ROOT, read_jsonl, wait_until
 
@@ -18,7 +18,7 @@ MARGIN = 0.05
 def accuracy_of_one_process(num_samples: int) -> float:
     """Return the accuracy after as many samples in as many steps without peers."""
     task = read_task(DIGITS)
-    model, samples = build_model(task, "albert"), task.load_samples("train")
+    model, samples = build_initial_model(task, "albert"), task.load_samples("train")
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, weight_decay=0.01)
     generator = torch.Generator().manual_seed(0)
     for _ in range(STEPS):

@@ -40,7 +40,7 @@ from benchmarks.round_records import PeerRecords, read_records, summarize
 from cotrain.arguments import DatasetArguments
 from cotrain.monitoring.evaluation import Evaluator
 from cotrain.tasks.text import build_text_task
-from cotrain.training.checkpoints import STATE_FILE, TrainingState, list_checkpoints, load_training_state
+from cotrain.training.checkpoints import STATE_FILE, SavedState, list_checkpoints, load_training_state
 from peerstep.processes import guard_children
 from run_evaluator import EvaluatorArguments
 from tests.support.launcher import Launcher
@@ -72,7 +72,7 @@ MAX_DISTANCE = 0.02  # relative to the norm; LAMB moves the weights by up to 0.0
 VARIABLE = re.compile(r"Qm\w{6,}…?|\bpeer-\w{7}\b|\(\w{8}\)|/ip4/\S+|[+-]?\d[\d.,]*")
 
 
-def parameters_of(state: TrainingState) -> torch.Tensor:
+def parameters_of(state: SavedState) -> torch.Tensor:
     num_statistics = len(state.metadata["statistics"])
     return torch.cat([tensor.flatten() for tensor in state.tensors[: len(state.tensors) - num_statistics]])
 
@@ -188,7 +188,7 @@ class Evening:
         rounds = [read_jsonl(self.folder / name / "rounds.jsonl") for name in TRAINERS]
         return max((entries[-1]["step"] for entries in rounds if entries), default=0)
 
-    def read_states(self) -> dict[str, TrainingState]:
+    def read_states(self) -> dict[str, SavedState]:
         """Return the trainers' newest states, and the monitor's checkpoint at the step of the first one."""
         saved = {name: list_checkpoints(self.folder / name) for name in TRAINERS}
         paths = {name: folders[0] / STATE_FILE for name, folders in saved.items() if folders}

@@ -21,7 +21,7 @@ from cotrain.arguments import (
 )
 from cotrain.task import Task
 from cotrain.tasks.text import TextTask
-from cotrain.training.checkpoints import TrainingState
+from cotrain.training.checkpoints import SavedState
 from cotrain.training.session import TrainingSession
 
 
@@ -111,8 +111,8 @@ def make_arguments(folder: Path, training: dict | None = None, **options) -> Tra
     )  # fmt: skip
 
 
-def make_state(step: int, run_id: str = "run") -> TrainingState:
-    return TrainingState(run_id, {"epoch": step, "statistics": []}, [torch.full((100, 100), float(step))])
+def make_state(step: int, run_id: str = "run") -> SavedState:
+    return SavedState(run_id, {"epoch": step, "statistics": []}, [torch.full((100, 100), float(step))])
 
 
 class FakeAverager:

@@ -16,7 +16,7 @@ from cotrain.arguments import ModelArguments
 from cotrain.common.errors import UserError
 from cotrain.data.tokenizers import load_tokenizer
 from cotrain.models.model import load_config, load_pretrained
-from cotrain.tasks import loading as tasks
+from cotrain.tasks import task_loading as tasks
 from cotrain.training.checkpoints import list_checkpoints
 from tests.support.families import FAMILIES
 from tests.support.models import build_model
@@ -92,7 +92,7 @@ def pretrained(data, tmp_path):
 def build(data, path, run_id: str = "run") -> dict[str, torch.Tensor]:
     """Build a trainer's model from the weights at a path, and return its state."""
     args = ModelArguments(str(path), from_pretrained=True, tokenizer_path=str(data / "tokenizer"))
-    return tasks.build_model(tasks.load_task(args, has_weights=True), run_id).state_dict()
+    return tasks.build_initial_model(tasks.load_task(args, has_weights=True), run_id).state_dict()
 
 
 def test_pretrained_weights_are_loaded(data, pretrained):
@@ -115,7 +115,7 @@ def test_a_run_gives_weights_in_safetensors_only(data, pretrained, tmp_path, mon
     args.adopted = {"model_name_or_path"} if chosen_by_the_run else set()
     task = tasks.load_task(args, has_weights=True)
     with pytest.raises(UserError, match="no weights") if chosen_by_the_run else contextlib.nullcontext():
-        tasks.build_model(task, "run")
+        tasks.build_initial_model(task, "run")
     shutil.copytree(pretrained, "me/model")  # as the data of a run might
     with pytest.raises(UserError, match="is a path on this") if chosen_by_the_run else contextlib.nullcontext():
         tasks.load_task(args, has_weights=True)

@@ -12,8 +12,10 @@ from cotrain import Task
 from cotrain.arguments import ModelArguments
 from cotrain.common.errors import UserError, describe, run_script
 from cotrain.monitoring.samples import open_completer
-from cotrain.tasks.loading import build_model, load_samples, read_task
+from cotrain.tasks.task_loading import build_initial_model, load_samples, read_task
+from tests.support.fakes import make_text_task
 from tests.support.peers import LOCAL
+from tests.support.swarm import CONFIG
 
 HEAD = "import torch\nfrom cotrain import Task\n\n"
 GOOD = f"""{HEAD}class Mine(Task):
@@ -37,10 +39,10 @@ def write(tmp_path):
 
 
 def test_initial_weights_are_equal_on_all_peers_of_a_run_alone(write):
-    one, two, other = (build_model(read_task(write(GOOD)), run_id) for run_id in ("run", "run", "other"))
+    one, two, other = (build_initial_model(read_task(write(GOOD)), run_id) for run_id in ("run", "run", "other"))
     assert one.weight.equal(two.weight) and not one.weight.equal(other.weight)
     state = torch.get_rng_state()
-    build_model(read_task(write(GOOD)), "run")
+    build_initial_model(read_task(write(GOOD)), "run")
     assert torch.get_rng_state().equal(state), "each peer keeps random numbers of its own"
 
 
@@ -49,13 +51,13 @@ def test_changed_file_is_read_again_and_has_another_digest(write):
     first = ModelArguments(task=str(write(GOOD))).task_sha256
     read_task(write(GOOD))
     path = write(GOOD.replace("Linear(2, 1)", "Linear(3, 1)"))
-    assert build_model(read_task(path), "run").in_features == 3
+    assert build_initial_model(read_task(path), "run").in_features == 3
     assert ModelArguments(task=str(path)).task_sha256 != first
 
 
 def test_parameters_are_float32(write):
     path = write(GOOD.replace("Linear(2, 1)", "Linear(2, 1).half()"))
-    assert build_model(read_task(path), "run").weight.dtype == torch.float32
+    assert build_initial_model(read_task(path), "run").weight.dtype == torch.float32
 
 
 IMPORTED = GOOD.replace("class Mine(Task)", "from examples.digits import Digits\nclass Mine(Task)")
@@ -89,7 +91,7 @@ def test_one_subclass_of_its_own_is_the_task(write, text):
 def test_fault_of_the_file_is_one_line(write, text, fault):
     with pytest.raises(Exception) as error:
         task = read_task(write(text))
-        build_model(task, "run")
+        build_initial_model(task, "run")
         load_samples(task, "train")
     message = describe(error.value)
     assert re.search(fault, message) and "\n" not in message
@@ -133,3 +135,9 @@ def test_defaults_of_the_interface(tmp_path):
     assert task.evaluate(lambda x: Output, {"x": 1}) == {"loss": Output.loss}
     task.save_pretrained(torch.nn.Linear(1, 1), tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_peer_without_data_loads_no_samples():
+    """A monitor has a task, and no --dataset_path."""
+    with pytest.raises(UserError, match="--dataset_path is missing"):
+        make_text_task(CONFIG).load_samples("train")

@@ -41,7 +41,7 @@ def read_task(path: Path) -> Task:
     return own[0]()
 
 
-def build_model(task: Task, run_id: str) -> torch.nn.Module:
+def build_initial_model(task: Task, run_id: str) -> torch.nn.Module:
     """Build the model of a task, with initial weights that are seeded by the run ID alone, hence equal on all peers.
 
     :raises UserError: if the task does not build a model with parameters to train
