@@ -55,7 +55,6 @@ def main() -> None:
         # Seconds of imports, which --help and a wrong flag need not wait for.
         from hivemind.utils import get_logger
 
-        from cotrain.common.logs import setup_logging
         from cotrain.common.run_folder import claim_folder
         from cotrain.monitoring.evaluation import EvaluationLoop, Evaluator
         from cotrain.monitoring.reporters import Reporters
@@ -66,7 +65,6 @@ def main() -> None:
         from peerstep.swarm import supervise
 
         args, peer_args, dataset_args, hyperparameter_args = adopt_run_config(line, stop)
-        setup_logging(peer_args.debug)
         logger = get_logger(__name__)
         if not peer_args.initial_peers:
             raise UserError("--initial_peers is missing: pass the address of a peer of the run")

@@ -115,7 +115,6 @@ def main() -> None:
         ignore_launcher()
         guard_children()
         # These imports take seconds, which --help and usage errors do not need.
-        from cotrain.common.logs import setup_logging
         from cotrain.common.run_folder import claim_folder
         from cotrain.monitoring.advice import Adviser
         from cotrain.monitoring.aggregation import MetricsAggregator
@@ -135,7 +134,6 @@ def main() -> None:
 
         arguments, config, is_organiser, is_alone = find_run_config(line, stop, is_monitor=True)
         args, run_args, peer_args = arguments
-        setup_logging(peer_args.debug)
         output_dir, run_id = Path(args.output_dir), peer_args.run_id
         stated = {**line.values, **({} if run_args.task is None else {"task_sha256": run_args.task_sha256})}
         stack.enter_context(open_tunnel(peer_args))

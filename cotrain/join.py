@@ -11,7 +11,6 @@ from cotrain.arguments import TRAINER_ARGUMENTS, TrainerArguments
 from cotrain.common.argument_parser import KeywordParser
 from cotrain.common.atomic_files import lock_folder
 from cotrain.common.errors import UserError, report_uncaught_errors
-from cotrain.common.logs import setup_logging
 from cotrain.common.signals import StopSignal, ignore_launcher
 from cotrain.models.model import choose_kernels, seeded_by
 from cotrain.peer.peer import open_peer
@@ -52,7 +51,6 @@ def join_run(
         own_flags = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": 1, **flags}
         own_flags["output_dir"] = flags.get("output_dir") or _lock_free_folder(stack)
         command_line = KeywordParser(TRAINER_ARGUMENTS, "join_run").parse_keywords(own_flags)
-        setup_logging(bool(flags.get("debug")))
         stack.enter_context(recorded_start(Path(own_flags["output_dir"])))
         args = TrainerArguments(*adopt_run_config(command_line, stop))
         run_args, output_dir = args.collaboration, Path(args.training.output_dir)

@@ -107,7 +107,6 @@ def record_invitation(invitation: Invitation, authority_path: Path) -> None:
     record = {"username": invitation.token.username, "peer_id": invitation.peer_id.to_base58()}
     path = authority_path.with_suffix(".issued.jsonl")
     path.touch(mode=0o600)
-    path.chmod(0o600)  # of an earlier version
     is_whole = (b"\n" + path.read_bytes()).endswith(b"\n")  # otherwise a process died in a write
     with path.open("ab", buffering=0) as file:
         file.write(b"\n" * (not is_whole) + json.dumps(record).encode() + b"\n")

@@ -4,33 +4,16 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 import warnings
 
 from hivemind.utils.logging import use_hivemind_log_handler
 from tqdm import tqdm
+from tqdm.contrib import DummyTqdmFile
 
 from cotrain.common.diagnosis import next_hint
 
 logger = logging.getLogger(__name__)
-
-
-class TerminalLogStream:
-    """Log stream on a terminal: writes above a tqdm progress bar.
-
-    A forked process has no bar, and tqdm's lock, which a thread of its parent may have held during the fork.
-    """
-
-    def __init__(self):
-        self._parent = os.getpid()
-
-    def write(self, text: str) -> None:
-        if os.getpid() == self._parent:
-            tqdm.write(text, file=sys.stderr, end="")
-        else:
-            sys.stderr.write(text)
-
-    def flush(self) -> None:
-        sys.stderr.flush()
 
 
 class TracebackFilter(logging.Filter):
@@ -69,7 +52,9 @@ def setup_logging(debug: bool = False) -> None:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stderr and sys.stderr.isatty():
-            handler.setStream(TerminalLogStream())
+            handler.setStream(DummyTqdmFile(sys.stderr))  # writes above a progress bar
+            # A thread of the parent may hold tqdm's lock during a fork.
+            os.register_at_fork(after_in_child=lambda: tqdm.set_lock(threading.RLock()))
     # After loading a state, hivemind steps the schedule without a step of the optimizer.
     warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step\\(\\)` before")
     if not debug:

@@ -69,10 +69,10 @@ class RunConfig:
         :raises UserError: if they are too long, contain a password, or the model's configuration cannot be read
         """
         settings = {name: stated[name] for name in sorted(SETTINGS & stated.keys())}
-        check_published(settings.get("dataset_url"))
         if (model := settings.get("model_name_or_path")) is not None:
             is_folder = settings.get("from_pretrained", False) and not is_published_name(model)
             model = settings["model_name_or_path"] = None if is_folder else to_published_model(model)
+        check_safe(settings)
         text = json.dumps({"protocol": PROTOCOL, "time": run_time(), "settings": settings}, separators=(",", ":"))
         if len(text) > MAX_CHARACTERS:
             advice = "; put the model's configuration on the Hub, and pass its name" if is_inline(model or "") else ""
@@ -122,14 +122,9 @@ def check_safe(settings: Mapping[str, Setting]) -> None:
 
     Where they lead is checked when they are used, by `load_config` and `GuardedAdapter`.
     """
-    model = settings.get("model_name_or_path")
+    model, url = settings.get("model_name_or_path"), settings.get("dataset_url")
     if model is not None and not (is_inline(str(model)) or is_published_name(str(model))):
         raise UserError(f"this run's --model_name_or_path '{model!s:.80}' is not a name: refused")
-    check_published(settings.get("dataset_url"))
-
-
-def check_published(url: str | None) -> None:
-    """Raise UserError if the address of a run's data, if there is one, contains a user, a password or a signature."""
     if url and has_secret(str(url)):
         raise UserError("the run's --dataset_url has a user, a password or a signature: use a public address")
 
@@ -193,9 +188,9 @@ def find_run_config(
     """
     require_packages(command_line.arguments)
     (peer_args,) = [args for args in command_line.arguments if isinstance(args, BaseTrainingArguments)]
+    setup_logging(peer_args.debug)
     if not peer_args.initial_peers:
         return command_line.arguments, None, True, False
-    setup_logging(peer_args.debug)
     stated, run_id = command_line.stated, command_line.values.get("run_id")
     path, kept = RunConfig.load(command_line.arguments)
     if kept is not None and run_id not in (None, kept.settings["run_id"]):

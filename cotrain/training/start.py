@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 
 from cotrain.arguments import TRAINER_ARGUMENTS, TrainerArguments
@@ -23,17 +22,13 @@ def start_trainer(train: Callable[[TrainerArguments, StopSignal], None], descrip
             sys.exit(show_status(Path(args.training.output_dir)))
         ignore_launcher()
         guard_children()
-        if not args.training.check:
-            require_packages(command_line.arguments)  # before a file is written
         # These imports take seconds, which --help and usage errors do not need.
-        with nullcontext() if args.training.check else recorded_start(Path(args.training.output_dir)):
-            from cotrain.common.logs import setup_logging
+        if args.training.check:
+            from cotrain.training.check import check_trainer
 
-            setup_logging(args.collaboration.debug)
-            if args.training.check:
-                from cotrain.training.check import check_trainer
-
-                sys.exit(check_trainer(command_line, stop))
+            sys.exit(check_trainer(command_line, stop))
+        require_packages(command_line.arguments)  # before a file is written
+        with recorded_start(Path(args.training.output_dir)):
             from cotrain.peer.run_config import adopt_run_config
             from cotrain.peer.tunnel import open_tunnel
 
