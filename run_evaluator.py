@@ -16,8 +16,7 @@ from pathlib import Path
 from arguments import BaseTrainingArguments, DatasetArguments, HyperparameterArguments, ReportingArguments
 from cotrain.common.errors import UserError, run_script
 from cotrain.common.flags import flag
-from cotrain.common.signals import StopSignal, ignore_launcher
-from peerstep.processes import guard_children
+from cotrain.common.signals import StopSignal
 
 
 @dataclass
@@ -50,8 +49,6 @@ def main() -> None:
         from cotrain.common.argument_parser import ArgumentParser
 
         line = ArgumentParser(ARGUMENTS, __doc__).parse()
-        ignore_launcher()
-        guard_children()
         # Seconds of imports, which --help and a wrong flag need not wait for.
         from hivemind.utils import get_logger
 

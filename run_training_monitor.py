@@ -27,8 +27,7 @@ from arguments import (
 from cotrain.common.errors import run_script
 from cotrain.common.flags import ArgumentsError, flag, parse_repo_id
 from cotrain.common.json_file import write_json
-from cotrain.common.signals import StopSignal, ignore_launcher
-from peerstep.processes import guard_children
+from cotrain.common.signals import StopSignal
 
 
 @dataclass
@@ -112,8 +111,6 @@ def main() -> None:
         from cotrain.common.argument_parser import ArgumentParser
 
         line = ArgumentParser(ARGUMENTS, __doc__).parse()
-        ignore_launcher()
-        guard_children()
         # These imports take seconds, which --help and usage errors do not need.
         from cotrain.common.run_folder import claim_folder
         from cotrain.monitoring.advice import Adviser

@@ -11,7 +11,7 @@ from cotrain.arguments import TRAINER_ARGUMENTS, TrainerArguments
 from cotrain.common.argument_parser import KeywordParser
 from cotrain.common.atomic_files import lock_folder
 from cotrain.common.errors import UserError, report_uncaught_errors
-from cotrain.common.signals import StopSignal, ignore_launcher
+from cotrain.common.signals import StopSignal
 from cotrain.models.model import choose_kernels, seeded_by
 from cotrain.peer.peer import open_peer
 from cotrain.peer.run_config import adopt_run_config
@@ -22,7 +22,7 @@ from cotrain.training.builders import build_optimizer
 from cotrain.training.hf_trainer import choose_devices
 from cotrain.training.loop import TrainingLoop, open_loop
 from cotrain.training.session import open_session
-from peerstep.processes import call_off_exits, guard_children
+from peerstep.processes import call_off_exits
 
 
 @contextlib.contextmanager
@@ -46,8 +46,6 @@ def join_run(
     with contextlib.ExitStack() as stack:
         stack.callback(call_off_exits)
         stop = stack.enter_context(StopSignal())
-        ignore_launcher()
-        guard_children()
         own_flags = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": 1, **flags}
         own_flags["output_dir"] = flags.get("output_dir") or _lock_free_folder(stack)
         command_line = KeywordParser(TRAINER_ARGUMENTS, "join_run").parse_keywords(own_flags)

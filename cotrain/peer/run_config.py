@@ -28,11 +28,12 @@ from cotrain.common.errors import TemporaryError, UserError, require_packages
 from cotrain.common.flags import MAX_NUMBER, check_maddr, find_settings, has_secret
 from cotrain.common.json_file import JsonFile, write_json
 from cotrain.common.logs import setup_logging
-from cotrain.common.signals import StopSignal
+from cotrain.common.signals import StopSignal, ignore_launcher
 from cotrain.models.config import is_inline, is_published_name, to_published_model
 from cotrain.peer.addresses import peer_id_in
 from cotrain.peer.peer import find_own_id, start_peer
 from peerstep.clock import run_time
+from peerstep.processes import guard_children
 from peerstep.progress_record import PROTOCOL
 from peerstep.records import get_dictionary, peer_id_of, signer_of, store_record
 from peerstep.swarm import Swarm
@@ -179,13 +180,16 @@ def find_run_config(
 ) -> tuple[tuple, RunConfig | None, bool, bool]:
     """Return the arguments of a script, with the settings of the run that --initial_peers lead to, if there are any.
 
-    The settings are kept in the output folder: after a restart, other peers than the initial ones may relay them.
+    The settings are kept in the output folder: after a restart, other peers than the initial ones may relay them. The
+    call also prepares the process of the script: its log, its environment and its children.
 
     :param is_monitor: start even if no initial peer answers, and state settings if this is the organiser
     :returns: the arguments, the settings in them, whether this peer signs its own, and whether no initial peer answers
     :raises UserError: if a flag differs from the settings, these are not safe, or a package is not installed
     :raises TemporaryError: if there are none, and the command line does not state the run either
     """
+    ignore_launcher()
+    guard_children()
     require_packages(command_line.arguments)
     (peer_args,) = [args for args in command_line.arguments if isinstance(args, BaseTrainingArguments)]
     setup_logging(peer_args.debug)

@@ -21,6 +21,9 @@ logger = get_logger(__name__)
 
 # Number of local steps: a peer computes gradients until it is stopped or the collaboration ends.
 _ENDLESS = 2**31 - 1
+# Flags of a trainer that are transformers' arguments of the same name
+_HANDED_ON = ("output_dir", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate",
+              "dataloader_num_workers", "logging_steps", "logging_first_step", "save_steps")  # fmt: skip
 
 
 class PeerSampler(Sampler):
@@ -153,26 +156,19 @@ def build_training_arguments(args: LocalTrainingArguments, peer_id: str) -> Trai
     device, _ = choose_devices(args)
     dtype = autocast_dtype(args)
     return TrainingArguments(
-        output_dir=args.output_dir,
-        per_device_train_batch_size=args.per_device_train_batch_size,
-        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        **{name: getattr(args, name) for name in _HANDED_ON},
         max_steps=_ENDLESS,
         max_grad_norm=0.0,  # clipped once per global step instead, see GradientAccumulator
-        learning_rate=args.learning_rate,
         fp16=dtype == torch.float16,
         bf16=dtype == torch.bfloat16,
         use_cpu=device.type == "cpu",
-        dataloader_num_workers=args.dataloader_num_workers,
         dataloader_pin_memory=device.type == "cuda",
         dataloader_drop_last=True,  # each local step reports the same number of samples
         remove_unused_columns=False,  # the collator needs special_tokens_mask
         seed=derive_seed(peer_id, args.seed) % 2**32,  # of masks and dropout; numpy takes 32 bits
         ignore_data_skip=True,  # PeerSampler begins a new order after a restart
-        logging_steps=args.logging_steps,
-        logging_first_step=args.logging_first_step,
         logging_nan_inf_filter=False,  # the filter would hide a NaN or Inf loss
         save_strategy="no",  # CollaborativeCallback saves the training state, as run_custom_trainer.py does
-        save_steps=args.save_steps,
         disable_tqdm=True,
         report_to="none",
     )

@@ -6,9 +6,8 @@ from pathlib import Path
 
 from cotrain.arguments import TRAINER_ARGUMENTS, TrainerArguments
 from cotrain.common.errors import require_packages
-from cotrain.common.signals import StopSignal, ignore_launcher
+from cotrain.common.signals import StopSignal
 from cotrain.status.status import recorded_start, show_status
-from peerstep.processes import guard_children
 
 
 def start_trainer(train: Callable[[TrainerArguments, StopSignal], None], description: str) -> None:
@@ -20,8 +19,6 @@ def start_trainer(train: Callable[[TrainerArguments, StopSignal], None], descrip
         args = TrainerArguments(*command_line.arguments)
         if args.training.status:
             sys.exit(show_status(Path(args.training.output_dir)))
-        ignore_launcher()
-        guard_children()
         # These imports take seconds, which --help and usage errors do not need.
         if args.training.check:
             from cotrain.training.check import check_trainer

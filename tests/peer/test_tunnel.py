@@ -87,9 +87,6 @@ def test_tunnel_is_opened_before_anything_is_downloaded(start, flags, monkeypatc
     monkeypatch.setenv("NGROK_AUTHTOKEN", TOKEN)
     flags = ["--run_id", "run", "--tunnel", "ngrok", "--output_dir", str(tmp_path), *flags]
     monkeypatch.setattr(sys, "argv", ["script", *flags])
-    for name in ("guard_children", "ignore_launcher"):  # of the process
-        monkeypatch.setattr(f"cotrain.training.start.{name}", lambda: None)
-        monkeypatch.setattr(f"run_training_monitor.{name}", lambda: None)
     monkeypatch.setattr("cotrain.data.tokenizers.load_tokenizer", lambda *_args, **_options: pytest.fail("loads data"))
     with FakeNgrok(refuse_login=LOGIN) as servers:
         builder = SDK().server_addr(f"localhost:{servers.port}").ca_cert(bytearray(servers.certificate))
