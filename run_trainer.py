@@ -47,7 +47,7 @@ def train(args: TrainerArguments, stop: StopSignal) -> None:
         trainer = CollaborativeTrainer(
             model=model,
             args=build_training_arguments(args.training, peer_id),
-            train_dataset=work.samples,
+            samples=work.samples,
             optimizer=optimizer,
             callbacks=[CollaborativeCallback(session)],
             task=task,

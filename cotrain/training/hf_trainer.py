@@ -57,7 +57,7 @@ class PeerSampler(Sampler):
 
 
 class TaskLoss(torch.nn.Module):
-    """The loss of a task as a module: DataParallel computes it in each replica, on that replica's part of a batch.
+    """The loss of a task as a module, for the Trainer. On several GPUs, DataParallel computes it in each replica.
 
     So the loss may use any attribute of the model. transformers 5.23 enables autocast only for models that it does not
     wrap in DataParallel. Autocast around the call of DataParallel has another effect: each replica runs in a thread,
@@ -80,18 +80,15 @@ class CollaborativeTrainer(Trainer):
     """Trainer that computes gradients for hivemind's optimizer, on samples in this peer's own order."""
 
     def __init__(
-        self,
-        *args,
-        optimizer: torch.optim.Optimizer,
-        task: Task,
-        sampler: PeerSampler,
-        loss_meter: LossMeter,
-        **kwargs,
-    ):
+        self, model: torch.nn.Module, args: TrainingArguments, samples: Dataset, optimizer: torch.optim.Optimizer,
+        task: Task, sampler: PeerSampler, loss_meter: LossMeter, **options: Any,
+    ):  # fmt: skip
+        dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else None
         # The Trainer requires a schedule. This one changes nothing: the real one counts global steps in the optimizer.
         no_schedule = MultiplicativeLR(optimizer, lambda step: 1.0)
-        super().__init__(*args, data_collator=task.collate, optimizers=(optimizer, no_schedule), **kwargs)
-        self.task, self.sampler, self.loss_meter = task, sampler, loss_meter
+        optimizers, module = (optimizer, no_schedule), TaskLoss(task, model, dtype)
+        super().__init__(module, args, task.collate, samples, optimizers=optimizers, **options)
+        self.sampler, self.loss_meter = sampler, loss_meter
         # transformers assumes that a `forward` with **kwargs divides its loss by the number of items in the
         # accumulated batch, and then does not divide by gradient_accumulation_steps. The loss of a task is a mean over
         # a micro-batch: loss and gradients were too large by a factor of gradient_accumulation_steps.
@@ -101,18 +98,10 @@ class CollaborativeTrainer(Trainer):
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> PeerSampler:
         return self.sampler
 
-    def _wrap_model(self, model: torch.nn.Module, *args, **kwargs) -> torch.nn.Module:
-        wrapped = super()._wrap_model(model, *args, **kwargs)
-        dtype = torch.float16 if self.args.fp16 else torch.bfloat16 if self.args.bf16 else None
-        is_wrapped_now = wrapped is not model  # in DataParallel: the scripts use no other wrapper
-        return torch.nn.DataParallel(TaskLoss(self.task, model, dtype)) if is_wrapped_now else wrapped
-
     def compute_loss(self, model, inputs, return_outputs: bool = False, **kwargs):
-        if isinstance(model, torch.nn.DataParallel):
-            # It splits a dict, but not a BatchEncoding.
-            loss = model({**inputs} if isinstance(inputs, Mapping) else inputs).mean()
-        else:
-            loss = self.task.compute_loss(model, inputs)
+        if isinstance(model, torch.nn.DataParallel) and isinstance(inputs, Mapping):
+            inputs = {**inputs}  # DataParallel splits a dict, but not a BatchEncoding
+        loss = model(inputs).mean()  # over the devices
         self.loss_meter.add(loss)
         return loss
 

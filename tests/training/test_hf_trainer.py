@@ -49,7 +49,7 @@ def build_trainer(folder: Path, sampler: PeerSampler | None = None, **options) -
     return CollaborativeTrainer(
         model=model,
         args=TrainingArguments(output_dir=str(folder), **options),
-        train_dataset=dataset,
+        samples=dataset,
         task=FakeTask(),
         optimizer=optimizer,
         sampler=sampler,
@@ -201,7 +201,7 @@ def train_on_devices(tmp_path, device: str = "cpu", **options) -> tuple[float, l
     :returns: the loss, and the threads and precisions of the calls of one layer
     """
     trainer = build_trainer(tmp_path, per_device_train_batch_size=4, use_cpu=device == "cpu", **options)
-    model, meter = trainer.model, trainer.loss_meter
+    model, meter = trainer.model.model, trainer.loss_meter
     calls = record_precision(model.predictions.dense)
     trainer.train()
     return meter.pop()[0], calls
@@ -238,7 +238,7 @@ def test_any_task_trains_on_one_device_or_two(tmp_path, monkeypatch, num_devices
     options = {"per_device_train_batch_size": 4 // num_devices, "gradient_accumulation_steps": 2, "max_steps": 1}
     trainer = CollaborativeTrainer(
         model=model, args=TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", **NO_EXTRAS, **options),
-        train_dataset=samples, optimizer=optimizer, task=Attribute(),
+        samples=samples, optimizer=optimizer, task=Attribute(),
         sampler=PeerSampler(8, "peer", 0, SimpleNamespace(local_epoch=0)), loss_meter=LossMeter(),
     )  # fmt: skip
     gradients = []
