@@ -47,8 +47,7 @@ class RevocationArguments:
     username: str | None = flag(None, "Revoke all invitations of this user")
     invitation: str | None = flag(None, "Revoke the invitation in this file")
     authority: str = flag(
-        "authority.key",
-        "File with the organiser's private key. The revocation list is written next to it, as authority.revoked",
+        "authority.key", "The organiser's private key. The revocation list is written beside it, as authority.revoked"
     )
     debug: bool = flag(False, "Show the traceback of a fatal error")
 

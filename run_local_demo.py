@@ -20,7 +20,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,9 +50,7 @@ class DemoArguments(Flags):
     _argument_group_name = "Demo"
 
     train_file: str | None = flag(None, "Text file to train on, UTF-8. Default: the documentation of Python")
-    vocab_size: int = flag(
-        2000, "Vocabulary size of the tokenizer that is trained on the text. Lower it for short texts"
-    )
+    vocab_size: int = flag(2000, "Vocabulary size of the tokenizer, trained on the text. Lower it for short texts")
     trainers: int = flag(2, "Number of trainers. Each keeps one core busy", at_least=2)  # one cannot average
     max_global_steps: int = flag(10, "Stop after this many global steps", at_least=2)  # one shows no progress
     output_dir: str = flag("demo", "Folder for all output. The output of a previous demo in it is removed")
@@ -208,13 +206,11 @@ class Workers:
         for process in running:
             process.terminate()
         deadline = time.monotonic() + STOP_TIMEOUT
-        try:
-            while any(process.poll() is None for process in running) and time.monotonic() < deadline:
-                time.sleep(0.1)
-        finally:  # a second Ctrl-C ends the wait
-            for process in running:
-                process.kill()  # its children end with it, see processes.py
-                process.wait()
+        for process in running:  # a second Ctrl-C ends the wait, and the processes with this one
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+            process.kill()  # its children end with it, see processes.py
+            process.wait()
 
 
 # --- result ----------------------------------------------------------------------------------------------------------

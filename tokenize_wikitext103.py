@@ -42,9 +42,7 @@ class TokenizationArguments(Flags):
         "Salesforce/wikitext",
         "Dataset on the Hugging Face Hub, or a folder with train and validation as .txt, .jsonl, .csv or .parquet",
     )
-    dataset_config_name: str | None = flag(
-        None, "Configuration of the dataset. Default: wikitext-103-v1 for WikiText, else none"
-    )
+    dataset_config_name: str | None = flag(None, "Configuration of the dataset. Default for WikiText: wikitext-103-v1")
     dataset_revision: str | None = flag(
         None,
         "Branch, tag or commit of the dataset on the Hub. Default: the newest; for BookCorpus, refs/convert/parquet, "

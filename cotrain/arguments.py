@@ -48,8 +48,7 @@ class BaseTrainingArguments(Flags):
     _argument_group_name = "Peer"
 
     run_id: str = setting(
-        "albert",
-        "Name of the training run, the same for all of its peers. It seeds the initial weights. Must not contain '.'",
+        "albert", "The run's name, the same for all of its peers. It seeds the initial weights. Must not contain '.'"
     )
     initial_peers: list[str] = flag(
         list,
@@ -57,8 +56,7 @@ class BaseTrainingArguments(Flags):
         "/ip4/203.0.113.1/tcp/31337/p2p/XXXX /dns4/example.org/tcp/7777/p2p/YYYY",
     )
     use_ipfs: bool = flag(
-        False,
-        "Find initial_peers by the /p2p/XXXX part of their addresses, through IPFS. Takes longer than full addresses",
+        False, "Find initial_peers by the /p2p/XXXX part of their addresses, through IPFS. Slower than full addresses"
     )
     host_maddrs: list[str] = flag(
         lambda: ["/ip4/0.0.0.0/tcp/0"],
@@ -102,9 +100,7 @@ class BaseTrainingArguments(Flags):
         "File with this peer's private key, created if it does not exist. With the same file a peer keeps its peer "
         "ID, address and contribution across restarts. Default: identity.key in --output_dir",
     )
-    invitation: str | None = flag(
-        None, "Invitation file from the organiser, see invite.py; it contains this peer's identity"
-    )
+    invitation: str | None = flag(None, "Invitation file of the organiser, see invite.py; it has this peer's identity")
     bootstrap_timeout: float = flag(60.0, "Give up joining after this many seconds if none of initial_peers answers")
     page: str | None = setting(
         None,
@@ -113,8 +109,7 @@ class BaseTrainingArguments(Flags):
         optional=True,
     )
     ends_at: str | None = setting(
-        None,
-        "End of the run in UTC, such as 2027-04-28T23:59: trainers and the monitor save a last checkpoint and exit",
+        None, "End of the run in UTC, such as 2027-04-28T23:59: trainers and monitor save a last checkpoint and exit"
     )
     debug: bool = flag(False, "Log more, and show the traceback of a fatal error")
 
@@ -173,17 +168,13 @@ class ProgressTrackerArguments(Flags):
         3, "Seconds between two reads of the progress while no other peer reports any or a read has failed"
     )
     expected_drift_peers: float = flag(
-        3,
-        "Number of peers that are assumed to join during one global step. Raise it if many peers join at once",
-        at_least=0,
+        3, "Number of peers that are assumed to join during one global step. Raise it if many join at once", at_least=0
     )
     expected_drift_rate: float = flag(
         0.2, "Fraction of the current number of peers that is assumed to join during one global step", at_least=0
     )
     performance_ema_alpha: float = flag(
-        0.1,
-        "Weight of the newest measurement in the moving average of samples per second, above 0 and at most 1",
-        at_most=1,
+        0.1, "Weight of the newest value in the moving average of samples per second, above 0 and at most 1", at_most=1
     )
     metadata_expiration: float = flag(
         120, "A peer's progress report expires after this many seconds without a new one", at_most=120
@@ -196,9 +187,7 @@ class OptimizerArguments(Flags):
 
     _argument_group_name = "Collaboration"
 
-    target_batch_size: int = setting(
-        4096, "Perform an optimizer step after all peers together accumulate this many samples"
-    )
+    target_batch_size: int = setting(4096, "Take an optimizer step once all peers together have this many samples")
     target_group_size: int = setting(
         256, "Maximum number of peers in one group. A full group starts its round immediately", at_least=2
     )
@@ -232,8 +221,7 @@ class CollaborationArguments(OptimizerArguments, BaseTrainingArguments):
     _argument_group_name = "Collaboration"
 
     client_mode: bool = flag(
-        False,
-        "Accept no incoming connections, for peers behind NAT or a firewall. Not all trainers may be in client mode",
+        False, "Accept no incoming connections, for peers behind NAT or a firewall. Not all trainers may do so"
     )
     batch_size_lead: int = flag(
         0,
@@ -246,27 +234,18 @@ class CollaborationArguments(OptimizerArguments, BaseTrainingArguments):
         "Upload of this peer in Mbit/s, which decides its fraction of the work in all-reduce. Default: little in the "
         "first round, then the largest rate at which this machine has sent in a round, at most 100",
     )
-    load_state_compression: Compression = flag(
-        "float16", "How this peer compresses its state for peers that download it"
-    )
+    load_state_compression: Compression = flag("float16", "How this peer compresses the state that others download")
     delay_grad_averaging: bool = flag(True, "Average gradients in the background while computing the next ones")
     delay_optimizer_step: bool = flag(
-        True, "Run the optimizer step in the background; its result is used one local step late"
+        True, "Run the optimizer step in the background; its result comes a local step late"
     )
-    statistics_expiration: float = flag(
-        600, "Reported metrics expire after this many seconds without an update", at_most=3600
-    )
+    statistics_expiration: float = flag(600, "Metrics expire after this many seconds without an update", at_most=3600)
     backup_every_steps: int = flag(
-        10,
-        "Save a checkpoint every this many global steps, for a rollback if the parameters become NaN or Inf",
+        10, "Save a checkpoint every this many global steps, for a rollback if the parameters become NaN or Inf"
     )
-    max_global_steps: int | None = flag(
-        None, "Leave once the run has reached this global step. Default: train until stopped"
-    )
+    max_global_steps: int | None = flag(None, "Leave at this global step of the run. Default: train until stopped")
     leave_timeout: float = flag(
-        90.0,
-        "After max_global_steps, wait at most this many seconds until a monitor has saved the last checkpoint",
-        at_least=0,
+        90.0, "After max_global_steps, wait at most this many seconds for a monitor to save that step", at_least=0
     )
     username: str = flag(
         "", "Name in the public list of contributors, at most 64 characters. Default: one derived from the peer ID"
@@ -303,8 +282,7 @@ class ModelArguments(Flags):
         aliases=["--config_path"],
     )
     from_pretrained: bool = setting(
-        False,
-        "Start from the weights at --model_name_or_path, a folder or a name on the Hub, on every trainer of the run",
+        False, "Start from the weights at --model_name_or_path, a folder or a name on the Hub, on every trainer"
     )
     seq_length: int | None = setting(None, "Sequence length in tokens. Default: that of the prepared data")
     mlm_probability: float = setting(0.15, "Fraction of tokens to predict in masked LM", below=1)
@@ -382,14 +360,9 @@ class HyperparameterArguments(Flags):
         "LAMB is for large batches; AdamW needs a much smaller --learning_rate (about 1e-4) and --adam_epsilon 1e-8; "
         "Muon, with AdamW for embeddings, head and vectors, the same or a few times more",
     )
-    total_steps: int = setting(
-        125_000, "Global steps of the learning-rate schedule; training may continue after its end"
-    )
+    total_steps: int = setting(125_000, "Global steps of the learning-rate schedule; training may continue after it")
     warmup_steps: int = setting(
-        5000,
-        "Global steps of the linear warm-up, at whose end the rate is the peak",
-        at_least=0,
-        at_most="total_steps",
+        5000, "Global steps of linear warm-up, at whose end the rate is the peak", at_least=0, at_most="total_steps"
     )
     learning_rate: float = setting(0.00176, "Peak learning rate, for target_batch_size")
     adam_beta1: float = setting(0.9, "Decay of the first moment", at_least=0, below=1)
@@ -411,14 +384,10 @@ class HyperparameterArguments(Flags):
     )
     outer_learning_rate: float = setting(0.7, "With --local_updates: learning rate of the global step")
     outer_momentum: float = setting(
-        0.5,
-        "With --local_updates: Nesterov momentum of the global step, in long published runs 0.9; see docs/tuning.md",
-        below=1,
+        0.5, "With --local_updates: Nesterov momentum of global steps, 0.9 in long runs; see docs/tuning.md", below=1
     )
     max_update_norm: float = setting(
-        1.0,
-        "With --local_updates: bound on the norm of a peer's change, relative to that of the parameters; 0: none",
-        at_least=0,
+        1.0, "With --local_updates: bound on a peer's change, relative to the parameters' norm; 0: none", at_least=0
     )
 
 
@@ -436,18 +405,14 @@ class LocalTrainingArguments(HyperparameterArguments):
     )
     fp16: bool = flag(False, "Mixed precision with float16 (GPU only)")
     bf16: bool = flag(False, "Mixed precision with bfloat16")
-    fp32: bool = flag(
-        False, "Do not use mixed precision. Default: bf16 on GPUs that support it, else fp16; on CPU fp32"
-    )
+    fp32: bool = flag(False, "Do not use mixed precision. Default: bf16 on GPUs that have it, else fp16; on CPU fp32")
     gradient_checkpointing: bool = flag(False, "Recompute activations: about a third slower, much less GPU memory")
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] | None = flag(
         None, "How attention is computed. Default: transformers' choice for the model, mostly sdpa"
     )
     torch_compile: bool = flag(False, "Compile the model for this device: a slow start, then faster. One GPU at most")
     use_cpu: bool = flag(False, "Do not use a GPU")
-    dataloader_num_workers: int = flag(
-        2, "Processes that prepare batches; 0: the main process prepares them", at_least=0
-    )
+    dataloader_num_workers: int = flag(2, "Processes that prepare batches; 0: the main process does", at_least=0)
     seed: int = flag(
         42, "Random seed. With the peer ID, it determines the order of this peer's samples and its dropout", at_least=0
     )
@@ -458,8 +423,7 @@ class LocalTrainingArguments(HyperparameterArguments):
     logging_first_step: bool = flag(True, "Log the first local step too")
     disable_tqdm: bool = flag(False, "Show no progress bar on the terminal")
     status: bool = flag(
-        False,
-        "Print the status of the trainer of this --output_dir, and exit: with code 0 if it runs, otherwise with 1",
+        False, "Print the status of the trainer of this --output_dir, and exit: with code 0 if it runs, else with 1"
     )
     check: bool = flag(
         False, "Try everything that this trainer needs, print what is wrong and what to do, and exit, with code 0 or 1"

@@ -26,7 +26,7 @@ except ModuleNotFoundError as error:
     raise UserError(describe(error)) from None
 
 TAG, ROLE = "CollaborativeTraining", "Role"  # the tags of all resources
-COORDINATOR, TRAINER = "coordinator", "trainer"
+TRAINER = "trainer"
 
 COORDINATOR_IMAGE = "/aws/service/ami-amazon-linux-latest/al2023-ami-kernel-default-x86_64"
 FOLDER = Path(__file__).parent
@@ -175,8 +175,15 @@ class Deployment:
     def parameters(self) -> dict[str, str]:
         """Return the parameters of the template, but for what it must contain itself."""
         s = self.settings
+        digest = ["--dataset_sha256", s.dataset_sha256] if s.dataset_sha256 else []
+        flags = ["--run_id", s.run_id, "--dataset_url", s.dataset_url, *digest, *shlex.split(s.monitor_flags)]
+        trainer_flags = ["--username", f"{s.name}-aws", "--disable_tqdm", *shlex.split(s.trainer_flags)]
         return {
             "Name": s.name,
+            "RepoUrl": shlex.quote(s.repo_url),
+            "Revision": shlex.quote(s.revision),
+            "CoordinatorFlags": shlex.join(flags),
+            "TrainerFlags": shlex.join(trainer_flags),
             "Port": str(s.port),
             "DiskGib": str(s.disk_gib),
             "CoordinatorType": s.coordinator_type,
@@ -187,27 +194,11 @@ class Deployment:
 
     def template(self) -> dict:
         """Return the template of the stack: the port of the peers, the coordinator, and the group of trainers."""
-        s = self.settings
         template = yaml.safe_load((FOLDER / "stack.yaml").read_text(encoding="utf-8"))
-        resources, address = template["Resources"], template["Outputs"]["address"]["Value"]
-        digest = ["--dataset_sha256", s.dataset_sha256] if s.dataset_sha256 else []
-        flags = ["--run_id", s.run_id, "--dataset_url", s.dataset_url, *digest, *shlex.split(s.monitor_flags)]
-        values = {"Fn::Sub": "PUBLIC_IP='${address}' SIGNAL_URL='${signal}'"}
-        machine = resources["coordinatorTemplate"]["Properties"]["LaunchTemplateData"]
-        machine["UserData"] = self._user_data(COORDINATOR, "run_training_monitor.py", flags, values)
-        flags = ["--username", f"{s.name}-aws", "--disable_tqdm", *shlex.split(s.trainer_flags)]
-        values = {"Fn::Sub": ["INITIAL_PEERS='${peer}' REGION='${AWS::Region}'", {"peer": address}]}
-        machine = resources["trainerTemplate"]["Properties"]["LaunchTemplateData"]
-        machine["UserData"] = self._user_data(TRAINER, "run_trainer.py", flags, values)
-        group = resources["trainers"]["Properties"]["MixedInstancesPolicy"]["LaunchTemplate"]
-        group["Overrides"] = [{"InstanceType": name} for name in s.trainer_types]
+        for name in ("coordinatorTemplate", "trainerTemplate"):
+            machine = template["Resources"][name]["Properties"]["LaunchTemplateData"]
+            lines = machine["UserData"]["Fn::Base64"]["Fn::Join"][1]
+            lines.append((FOLDER / "user_data.sh").read_text(encoding="utf-8"))
+        group = template["Resources"]["trainers"]["Properties"]["MixedInstancesPolicy"]["LaunchTemplate"]
+        group["Overrides"] = [{"InstanceType": kind} for kind in self.settings.trainer_types]
         return template
-
-    def _user_data(self, role: str, script: str, flags: list[str], values: dict) -> dict:
-        """Return user_data.sh with its settings; `values` are those that only CloudFormation knows."""
-        s = self.settings
-        known = {"ROLE": role, "REPO_URL": s.repo_url, "REVISION": s.revision, "SCRIPT": script, "PORT": str(s.port)}
-        head = [f"{name}={shlex.quote(value)}" for name, value in known.items()]
-        shebang, body = (FOLDER / "user_data.sh").read_text(encoding="utf-8").split("\n", 1)
-        lines = [shebang, *head, values, f"FLAGS=({shlex.join(flags)})", "", body]
-        return {"Fn::Base64": {"Fn::Join": ["\n", lines]}}

@@ -1,10 +1,10 @@
 """Addresses of a peer: which to announce, and which to give to other peers."""
 
-import socket
 from collections.abc import Sequence
 from ipaddress import ip_address
 
 import requests
+from accelerate.utils.other import get_free_port
 from hivemind.p2p import PeerID
 from hivemind.utils import get_logger
 from hivemind.utils.logging import TextStyle
@@ -15,12 +15,6 @@ from cotrain.common.errors import TemporaryError, first_line
 from cotrain.common.flags import check_maddr
 
 logger = get_logger(__name__)
-
-
-def get_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
 
 
 def fix_tcp_port(host_maddrs: Sequence[str]) -> tuple[list[str], int]:
