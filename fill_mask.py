@@ -20,10 +20,8 @@ POSITIONAL = {
 
 
 @dataclass
-class FillMaskArguments(Flags):
+class FillMaskArguments(Flags, group="Output"):
     """Output of the script."""
-
-    _argument_group_name = "Output"
 
     number: int = flag(5, "Number of words to print for each mask")
     debug: bool = flag(False, "Show the traceback of a fatal error")

@@ -22,10 +22,8 @@ from cotrain.common.flags import Flags, flag, require
 
 
 @dataclass
-class InvitationArguments(Flags):
+class InvitationArguments(Flags, group="Invitation"):
     """Who is invited."""
-
-    _argument_group_name = "Invitation"
 
     username: str = flag(MISSING, "Name of the invited user, shown in the public list of contributors")
     output: str = flag(MISSING, "Invitation file to write. It contains the private key of the invited peer")
@@ -39,10 +37,8 @@ class InvitationArguments(Flags):
 
 
 @dataclass
-class RevocationArguments:
+class RevocationArguments(Flags, group="Revocation"):
     """Which invitations no longer hold."""
-
-    _argument_group_name = "Revocation"
 
     username: str | None = flag(None, "Revoke all invitations of this user")
     invitation: str | None = flag(None, "Revoke the invitation in this file")

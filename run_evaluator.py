@@ -20,10 +20,8 @@ from cotrain.common.signals import StopSignal
 
 
 @dataclass
-class EvaluatorArguments(ReportingArguments):
+class EvaluatorArguments(ReportingArguments, group="Evaluation"):
     """What the evaluator computes, and when."""
-
-    _argument_group_name = "Evaluation"
 
     output_dir: str = flag("evaluator_outputs", "Folder for evaluations.jsonl and the identity")
     evaluation_interval: float = flag(300.0, "Evaluate every this many seconds, if there is a new global step")

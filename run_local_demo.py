@@ -44,10 +44,8 @@ STALL_TIMEOUT = 300.0  # seconds without a new step; with ten other busy process
 
 
 @dataclass
-class DemoArguments(Flags):
+class DemoArguments(Flags, group="Demo"):
     """A collaboration of several trainers on one machine."""
-
-    _argument_group_name = "Demo"
 
     train_file: str | None = flag(None, "Text file to train on, UTF-8. Default: the documentation of Python")
     vocab_size: int = flag(2000, "Vocabulary size of the tokenizer, trained on the text. Lower it for short texts")

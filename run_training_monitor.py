@@ -31,10 +31,8 @@ from cotrain.common.signals import StopSignal
 
 
 @dataclass
-class TrainingMonitorArguments(ReportingArguments):
+class TrainingMonitorArguments(ReportingArguments, group="Monitor"):
     """What the monitor watches, keeps and reports."""
-
-    _argument_group_name = "Monitor"
 
     output_dir: str = flag("monitor_outputs", "Folder for metrics.jsonl, checkpoints and the identity")
     refresh_period: float = flag(30, "Seconds between two reads of the trainers' metrics")
@@ -87,10 +85,10 @@ class TrainingMonitorArguments(ReportingArguments):
 
 
 @dataclass
-class RunArguments(ModelArguments, HyperparameterArguments, OptimizerArguments, ProgressTrackerArguments):
+class RunArguments(
+    ModelArguments, HyperparameterArguments, OptimizerArguments, ProgressTrackerArguments, group="Settings of the run"
+):
     """Settings of the run. The monitor signs and publishes them; it uses some of them."""
-
-    _argument_group_name = "Settings of the run"
 
     run_config: str | None = flag(
         None,

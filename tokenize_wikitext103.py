@@ -33,10 +33,8 @@ LANGUAGES = Path(__file__).parent / "cotrain/data/languages.txt"  # with sentenc
 
 
 @dataclass
-class TokenizationArguments(Flags):
+class TokenizationArguments(Flags, group="Tokenization"):
     """From text to a dataset that every trainer can load."""
-
-    _argument_group_name = "Tokenization"
 
     dataset_name: str = flag(
         "Salesforce/wikitext",

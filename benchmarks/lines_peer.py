@@ -24,17 +24,15 @@ from cotrain.arguments import (
 )
 from cotrain.common.argument_parser import parse_arguments
 from cotrain.common.errors import run_script
-from cotrain.common.flags import flag
+from cotrain.common.flags import Flags, flag
 from cotrain.common.signals import StopSignal
 from peerstep.processes import guard_children
 from tests.support.altered import Recorder
 
 
 @dataclass
-class PaceArguments:
+class PaceArguments(Flags, group="Pace"):
     """The simulated computation."""
-
-    _argument_group_name = "Pace"
 
     local_step_seconds: float = flag(2.0, "Seconds of a local step")
     start_file: str | None = flag(None, "Take no local step before this file exists. Default: begin at once")

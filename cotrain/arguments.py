@@ -42,10 +42,8 @@ def check_compression(compression: str, local_updates: bool) -> None:
 
 
 @dataclass
-class BaseTrainingArguments(Flags):
+class BaseTrainingArguments(Flags, group="Peer"):
     """How a peer finds the others and is found by them."""
-
-    _argument_group_name = "Peer"
 
     run_id: str = setting(
         "albert", "The run's name, the same for all of its peers. It seeds the initial weights. Must not contain '.'"
@@ -155,10 +153,8 @@ class BaseTrainingArguments(Flags):
 
 
 @dataclass
-class ProgressTrackerArguments(Flags):
+class ProgressTrackerArguments(Flags, group="Progress"):
     """How often a trainer asks the others for their progress."""
-
-    _argument_group_name = "Progress"
 
     min_refresh_period: float = flag(
         0.5, "Minimum seconds between two reads of the other peers' progress", at_most="max_refresh_period"
@@ -182,10 +178,8 @@ class ProgressTrackerArguments(Flags):
 
 
 @dataclass
-class OptimizerArguments(Flags):
+class OptimizerArguments(Flags, group="Collaboration"):
     """How the collaboration takes its steps."""
-
-    _argument_group_name = "Collaboration"
 
     target_batch_size: int = setting(4096, "Take an optimizer step once all peers together have this many samples")
     target_group_size: int = setting(
@@ -217,8 +211,6 @@ class OptimizerArguments(Flags):
 @dataclass
 class CollaborationArguments(OptimizerArguments, BaseTrainingArguments):
     """What a trainer needs to know of the collaboration."""
-
-    _argument_group_name = "Collaboration"
 
     client_mode: bool = flag(
         False, "Accept no incoming connections, for peers behind NAT or a firewall. Not all trainers may do so"
@@ -268,10 +260,9 @@ class CollaborationArguments(OptimizerArguments, BaseTrainingArguments):
 
 
 @dataclass
-class ModelArguments(Flags):
+class ModelArguments(Flags, group="Model and data"):
     """What is trained, and where its data comes from. Trainer, monitor and evaluator must agree on it."""
 
-    _argument_group_name = "Model and data"
     dataset_path: ClassVar[str | None] = None  # a flag of the peers that have the data, see DatasetArguments
 
     model_name_or_path: str = setting(
@@ -350,10 +341,8 @@ class DatasetArguments(ModelArguments):
 
 
 @dataclass
-class HyperparameterArguments(Flags):
+class HyperparameterArguments(Flags, group="Hyper-parameters"):
     """The hyper-parameters of the run, which are for target_batch_size."""
-
-    _argument_group_name = "Hyper-parameters"
 
     optimizer: Literal["lamb", "adamw", "muon"] = setting(
         "lamb",
@@ -392,10 +381,8 @@ class HyperparameterArguments(Flags):
 
 
 @dataclass
-class LocalTrainingArguments(HyperparameterArguments):
+class LocalTrainingArguments(HyperparameterArguments, group="Local training"):
     """How this peer computes gradients. `hf_trainer.build_training_arguments` hands the flags to transformers."""
-
-    _argument_group_name = "Local training"
 
     per_device_train_batch_size: int = flag(
         4, "Samples per micro-batch and device. Choose it so that a micro-batch takes 0.5 to 1 seconds"
@@ -451,10 +438,8 @@ TRAINER_ARGUMENTS = tuple(TrainerArguments.__annotations__.values())
 
 
 @dataclass
-class ReportingArguments(Flags):
+class ReportingArguments(Flags, group="Reporting"):
     """Where curves are drawn."""
-
-    _argument_group_name = "Reporting"
 
     report_to: Literal["none", "wandb", "trackio", "tensorboard"] = flag(
         "none",

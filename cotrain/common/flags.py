@@ -48,10 +48,15 @@ def setting(default: Any, help: str, *, optional: bool = False, **metadata: Any)
 
 
 class Flags:
-    """Base of the dataclasses of flags, which checks the bounds of their numbers."""
+    """Base of the dataclasses of flags, which checks the bounds of their numbers. `group`: their heading in --help."""
 
     adopted = frozenset()  # names of the flags whose values the run has chosen: a stranger
     near = ()  # addresses of the initial peers
+
+    def __init_subclass__(cls, group: str | None = None):
+        """Set the heading of the flags in --help; by default that of the base class."""
+        if group is not None:
+            cls._argument_group_name = group  # HfArgumentParser's name
 
     def __post_init__(self):
         for option in fields(self):

@@ -29,8 +29,7 @@ _HANDED_ON = ("output_dir", "per_device_train_batch_size", "gradient_accumulatio
 class PeerSampler(Sampler):
     """Samples in a random order that differs between peers.
 
-    The order of a pass depends on the peer ID, the seed, the global step at which the pass begins, and the number of
-    the pass.
+    The order of a pass depends on the peer ID, the seed, the global step at its begin, and its number.
 
     :param length: number of samples in the data
     :param optimizer: its `local_epoch` is the global step
@@ -127,14 +126,10 @@ def autocast_dtype(args: LocalTrainingArguments) -> torch.dtype | None:
     """
     has_gpu = torch.cuda.is_available() and not args.use_cpu
     if args.fp16 and not has_gpu:
-        raise UserError(
-            "--fp16 needs a GPU, and none is in use; drop the flag (transformers would silently ignore it)"
-        )
+        raise UserError("--fp16 needs a GPU, and none is in use; drop the flag (transformers silently ignores it)")
     has_bf16 = has_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
     if args.bf16 and has_gpu and not has_bf16:
-        raise UserError(
-            f"--bf16: {torch.cuda.get_device_name()} does not support bfloat16; pass --fp16 or no precision flag"
-        )
+        raise UserError(f"--bf16: {torch.cuda.get_device_name()} has no bfloat16; pass --fp16 or no precision flag")
     if args.fp32 or not (has_gpu or args.bf16):
         return None
     return torch.bfloat16 if args.bf16 or (has_bf16 and not args.fp16) else torch.float16
