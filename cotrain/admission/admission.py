@@ -10,7 +10,6 @@ import re
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from google.protobuf.message import Message
@@ -32,14 +31,6 @@ class NotAdmittedError(P2PDaemonError):
     """Raised if the other end of a call has no valid invitation. hivemind treats it as a peer that does not answer."""
 
 
-@dataclass
-class _Admitted:
-    """A peer that has shown a valid token."""
-
-    expiration_time: float
-    asked_at: float  # time.monotonic
-
-
 class Admission:
     """Record of the peers that have shown a valid invitation. Each process of a peer has a separate copy."""
 
@@ -52,7 +43,9 @@ class Admission:
 
     def __init__(self, invitation: Invitation, revocations: RevocationStore):
         self.invitation, self.revocations = invitation, revocations
-        self._admitted: dict[PeerID, _Admitted] = {}  # bounded by the number of invitations
+        # Of peers that have shown a valid token, so bounded by the number of invitations:
+        self._admitted: dict[PeerID, float] = {}  # end of the invitation (time.time)
+        self._ask_at: dict[PeerID, float] = {}  # when to ask again (time.monotonic)
         self._paused: dict[PeerID, tuple[float, str]] = {}  # end (time.monotonic), and the reason
         self._questions: dict[PeerID, asyncio.Task] = {}
         self._is_dht_process = False
@@ -65,31 +58,29 @@ class Admission:
 
     async def check(self, p2p: P2P, peer_id: PeerID, is_callee: bool) -> None:
         """Raise NotAdmittedError if a caller or (`is_callee`) a peer about to be called has no valid invitation."""
-        if not self._is_admitted(peer_id):
+        if time.time() >= self._admitted.get(peer_id, 0.0):
             until, reason = self._paused.get(peer_id, (float("-inf"), None))
             if is_callee or time.monotonic() >= until:
-                reason = await asyncio.shield(self._ask(p2p, peer_id, is_callee))
+                reason = await asyncio.shield(self._ask(p2p, peer_id))
             if reason is not None:
                 raise NotAdmittedError(reason)
-        elif self._is_dht_process and self._admitted[peer_id].asked_at + self.REFRESH_PERIOD < time.monotonic():
-            self._ask(p2p, peer_id, is_callee)
+        # A peer that has only asked this one may have a newer revocation list.
+        elif self._is_dht_process and time.monotonic() > self._ask_at.get(peer_id, 0.0):
+            self._ask(p2p, peer_id)
         self.revocations.refresh()
         if peer_id in self.revocations.newest:
             raise NotAdmittedError(f"the invitation of {peer_id} is revoked")
 
-    def _is_admitted(self, peer_id: PeerID) -> bool:
-        return peer_id in self._admitted and time.time() < self._admitted[peer_id].expiration_time
-
-    def _ask(self, p2p: P2P, peer_id: PeerID, is_callee: bool) -> asyncio.Task:
+    def _ask(self, p2p: P2P, peer_id: PeerID) -> asyncio.Task:
         """Exchange tokens with a peer, at most once at a time. The task returns a reason not to admit it, or None."""
         if peer_id not in self._questions:
             if peer_id in self._admitted:
-                self._admitted[peer_id].asked_at = time.monotonic()
-            task = self._questions[peer_id] = asyncio.create_task(self._exchange(p2p, peer_id, is_callee))
+                self._ask_at[peer_id] = time.monotonic() + self.REFRESH_PERIOD
+            task = self._questions[peer_id] = asyncio.create_task(self._exchange(p2p, peer_id))
             task.add_done_callback(lambda _: self._questions.pop(peer_id))
         return self._questions[peer_id]
 
-    async def _exchange(self, p2p: P2P, peer_id: PeerID, is_callee: bool) -> str | None:
+    async def _exchange(self, p2p: P2P, peer_id: PeerID) -> str | None:
         request = MSGPackSerializer.dumps([self.invitation.token.SerializeToString(), self.revocations.newest.serial])
         try:
             call = p2p._client.call_unary_handler(peer_id, self.PROTOCOL, request)
@@ -97,7 +88,8 @@ class Admission:
             if revocations:
                 with suppress(InvitationError):  # an invited peer may send an invalid list
                     self.revocations.adopt(revocations)
-            self._admit(token, peer_id, asked_at=time.monotonic())
+            self._admit(token, peer_id)
+            self._ask_at[peer_id] = time.monotonic() + self.REFRESH_PERIOD
         except Exception as error:
             reason = f"{peer_id} did not present a valid invitation: {error!r}"
             logger.debug(reason)
@@ -116,14 +108,11 @@ class Admission:
             if newest:
                 return MSGPackSerializer.dumps([b"", newest])  # which tells the peer, signed by the organiser
             raise InvitationError("the invitation is revoked")
-        # The peer may have a newer revocation list: its next call makes this peer ask.
-        asked_at = self._admitted[peer_id].asked_at if peer_id in self._admitted else float("-inf")
-        self._admit(token, peer_id, asked_at)
+        self._admit(token, peer_id)
         return MSGPackSerializer.dumps([self.invitation.token.SerializeToString(), newest])
 
-    def _admit(self, token: bytes, peer_id: PeerID, asked_at: float) -> None:
-        expiration_time = check_token(AccessToken.FromString(token), self.invitation.authority, peer_id)
-        self._admitted[peer_id] = _Admitted(expiration_time, asked_at)
+    def _admit(self, token: bytes, peer_id: PeerID) -> None:
+        self._admitted[peer_id] = check_token(AccessToken.FromString(token), self.invitation.authority, peer_id)
 
     def _pause(self, peer_id: PeerID, reason: str) -> None:
         self._paused.pop(peer_id, None)

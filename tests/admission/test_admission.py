@@ -120,7 +120,7 @@ def test_only_the_signed_list_ends_a_peer(two_admissions, authority, monkeypatch
         raise P2PHandlerError("InvitationError('the invitation is revoked')")
 
     async def exchange(answer) -> None:
-        await asyncio.gather(alice._ask(Exchange(own, answer), bob.invitation.peer_id, is_callee=True))
+        await asyncio.gather(alice._ask(Exchange(own, answer), bob.invitation.peer_id))
 
     asyncio.run(exchange(lie))
     InvitedDHT.check_invitation(dht)
@@ -237,10 +237,11 @@ def test_peer_is_asked_once_and_strangers_once_a_second(two_admissions):
 def test_admission_ends_with_the_invitation(two_admissions, monkeypatch):
     alice, bob = two_admissions
     guest = bob.invitation.peer_id
-    alice._admit(bob.invitation.token.SerializeToString(), guest, asked_at=0.0)
-    assert alice._is_admitted(guest)
+    alice._admit(bob.invitation.token.SerializeToString(), guest)
+    asyncio.run(alice.check(None, guest, is_callee=False))
     monkeypatch.setattr("cotrain.admission.admission.time.time", lambda: bob.invitation.expiration_time)
-    assert not alice._is_admitted(guest)
+    with pytest.raises(NotAdmittedError):
+        asyncio.run(alice.check(None, guest, is_callee=False))
 
 
 def test_strangers_take_bounded_memory(two_admissions, monkeypatch):
