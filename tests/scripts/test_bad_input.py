@@ -31,7 +31,9 @@ PEER = f"/ip4/127.0.0.1/tcp/9/p2p/{UNKNOWN_PEERS[0]}"
 @pytest.fixture
 def run(monkeypatch, capsys, tmp_path, data):
     """Run the main function of a script in this process; return its one-line error. The exit code is 1 by default."""
-    monkeypatch.setattr("cotrain.common.logs.setup_logging", lambda debug=False: None)  # keep the logging of the tests
+    monkeypatch.setattr(
+        "cotrain.peer.run_config.setup_logging", lambda debug=False: None
+    )  # keep the logging of the tests
 
     def run(script, *args: object, code: int = 1) -> str:
         monkeypatch.chdir(tmp_path)
