@@ -5,23 +5,25 @@ older examples are translated in cotrain/common/argument_parser.py.
 """
 
 import hashlib
+import math
 import re
 import time
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple
 
 from cotrain.common.flags import (
+    MAX_PAGE_LENGTH,
     ArgumentsError,
     Flags,
     check_announced,
     check_maddr,
-    check_page,
     check_peer,
     check_web_address,
     endpoint_to_maddrs,
     flag,
-    parse_end,
+    is_page,
     require,
     require_apart,
     setting,
@@ -143,13 +145,23 @@ class BaseTrainingArguments(Flags, group="Peer"):
             if not tcp_ports - {"0"}:
                 remedy = "pass --host_maddrs /ip4/0.0.0.0/tcp/PORT with the port that the tunnel leads to"
                 raise ArgumentsError(f"--announce_tunnel needs a fixed local port: {remedy}")
-        check_page("--page", self.page)
+        what = f"without a password, of at most {MAX_PAGE_LENGTH} letters, digits and ./?&=%~#+:,@-"
+        is_valid = self.page is None or is_page(self.page)
+        require(is_valid, f"--page must be an address like https://huggingface.co/spaces/NAME/SPACE, {what}")
         require(self.end_time > time.time(), f"--ends_at: the run has ended at {self.ends_at}")
 
     @property
     def end_time(self) -> float:
-        """End of the run (`time.time`); infinity if there is none."""
-        return parse_end("--ends_at", self.ends_at)
+        """End of the run (`time.time`), in UTC unless --ends_at states an offset; infinity if there is none."""
+        if self.ends_at is None:
+            return math.inf
+        try:
+            end = datetime.fromisoformat(self.ends_at)
+        except ValueError:
+            raise ArgumentsError(
+                f"--ends_at: '{self.ends_at}' is not a date; pass one like 2027-04-28T23:59"
+            ) from None
+        return (end if end.tzinfo else end.replace(tzinfo=UTC)).timestamp()
 
 
 @dataclass

@@ -1,11 +1,9 @@
 """The flags of a script: their declaration, and checks of their values."""
 
 import ipaddress
-import math
 import operator
 import re
 from dataclasses import field, fields
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -109,29 +107,12 @@ def has_secret(url: str) -> bool:
 
 
 _PAGE = re.compile(r"https?://[\w.-]+(:\d{1,5})?(/[\w./?&=%~#+:,@-]*)?", re.ASCII)
-_MAX_PAGE_LENGTH = 200
+MAX_PAGE_LENGTH = 200
 
 
 def is_page(url: object) -> bool:
     """Return whether a value is an HTTP or HTTPS URL that can be printed and published: short, and without secrets."""
-    return isinstance(url, str) and len(url) <= _MAX_PAGE_LENGTH and _PAGE.fullmatch(url) is not None
-
-
-def check_page(flag: str, url: str | None) -> None:
-    if url is not None and not is_page(url):
-        what = f"without a password, of at most {_MAX_PAGE_LENGTH} letters, digits and ./?&=%~#+:,@-"
-        raise ArgumentsError(f"{flag} must be an address like https://huggingface.co/spaces/NAME/SPACE, {what}")
-
-
-def parse_end(flag: str, value: str | None) -> float:
-    """Return the time (`time.time`) of a date in ISO 8601, by default in UTC; infinity without a date."""
-    if value is None:
-        return math.inf
-    try:
-        end = datetime.fromisoformat(value)
-    except ValueError:
-        raise ArgumentsError(f"{flag}: '{value}' is not a date; pass one like 2027-04-28T23:59") from None
-    return (end if end.tzinfo else end.replace(tzinfo=UTC)).timestamp()
+    return isinstance(url, str) and len(url) <= MAX_PAGE_LENGTH and _PAGE.fullmatch(url) is not None
 
 
 # A multiaddress is a list of /name/value pairs; a few names have no value. These checks need no libp2p daemon.
