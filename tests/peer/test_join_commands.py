@@ -88,12 +88,8 @@ def test_command_takes_the_settings_of_the_run(adopt, place, script, words):
 def test_aws_trainers_take_the_settings_in_the_monitors_flags(adopt):
     flags = "--target_batch_size 2048 --learning_rate 0.0123"
     deployment = Deployment(make_settings(run_id="my-albert", monitor_flags=flags))
-    monitor_flags, trainer_flags = (
-        shlex.split(re.search(r"FLAGS=\((.*)\)$", line)[1])
-        for user_data in (deployment.coordinator_user_data(), deployment.trainer_user_data())
-        for line in user_data["Fn::Base64"]["Fn::Join"][1]
-        if str(line).startswith("FLAGS=")
-    )
+    parameters = deployment.parameters()
+    monitor_flags, trainer_flags = (shlex.split(parameters[f"{role}Flags"]) for role in ("Coordinator", "Trainer"))
     stated = ArgumentParser(MONITOR_ARGUMENTS, "test").parse(monitor_flags).values
     taken = settings_in(adopt(stated, "run_trainer.py", ["--initial_peers", ADDRESS, *trainer_flags]))
     assert (taken["run_id"], taken["target_batch_size"], taken["learning_rate"]) == ("my-albert", 2048, 0.0123)
