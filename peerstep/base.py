@@ -1,7 +1,7 @@
 """Base class of a peer's two averagers: a process that serves other peers and survives their faults.
 
 Workarounds for hivemind 1.1.12: weak references to tasks, SIGINT ignored in the calling process, too many threads,
-streams closed too early, a shutdown that fails during a round.
+streams closed too early.
 """
 
 import asyncio
@@ -90,11 +90,3 @@ class SafeAverager(DecentralizedAverager):
             has_sent = True
         if has_sent:  # the sleep is cancelled when the caller closes the stream
             await asyncio.sleep(self.LINGER_SECONDS)
-
-    async def _shutdown(self, _timeout: float | None) -> None:
-        """Remove the RPC handlers and cancel running rounds. hivemind's method raises if a round is running."""
-        if not self.client_mode:
-            await self.remove_p2p_handlers(self._p2p, namespace=self.prefix)
-        for running_round in self._running_groups.values():
-            if running_round.done() and not running_round.cancelled():
-                running_round.result().reducer.stop()

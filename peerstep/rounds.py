@@ -14,24 +14,26 @@ from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
 from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
 
 import torch
 from hivemind.averaging.control import AveragingStage
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.partition import AllreduceException
-from hivemind.compression import CompressionBase, CompressionInfo, RoleAdaptiveCompression, TensorRole
+from hivemind.compression import CompressionBase, RoleAdaptiveCompression, TensorRole
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2
 from hivemind.utils import MPFuture, TimedStorage, get_logger
-from hivemind.utils.asyncio import achain, as_aiter
 
-from peerstep.allreduce import AllReduce, Block, Delivery
+from peerstep.allreduce import AllReduce, cut_tensors
 from peerstep.base import SafeAverager
 from peerstep.bounds import PARAMETER_CHANGE, Bounds
 from peerstep.clock import run_time
 from peerstep.matchmaking import Claims, RosterEntry, RoundControl, parse_claims
 from peerstep.progress_record import PROTOCOL
+from peerstep.reducer import Delivery
 from peerstep.sparse import TopK
 from peerstep.standing import Standing, divide
 from peerstep.uplink import UplinkMeter
@@ -57,6 +59,7 @@ PACED_MBITS = 50.0  # below this bandwidth a peer sends its values at that rate,
 # Of a peer, and of all peers, whose part of an unknown group arrives before this peer has the group
 MAX_WAITING_STREAMS, MAX_WAITING_STREAMS_OF_ALL = 2, 256
 MAX_FIRST_BYTES = 256  # of the first message of such a stream, which has no part
+MAX_KEPT_ROUNDS = 64  # newest rounds of this peer of which it knows that they have ended
 
 
 @dataclass
@@ -126,24 +129,19 @@ class RoundAverager(SafeAverager):
         self.gradients = [torch.zeros(parameter.shape).share_memory_() for parameter in parameters]
         self.parameters = [parameter.detach() for parameter in parameters]
         self.averaged_parameters = [torch.zeros_like(tensor).share_memory_() for tensor in self.parameters]
-        self._outputs = [*self.gradients, *self.averaged_parameters]
         self.requested_number = multiprocessing.RawValue("q", -1)  # step for which another peer asks for a group
         self._delivery = Delivery(0)  # of the newest round
         self._slow: set[PeerID] = set()  # senders that were late for a part of it
         self._measures, self._is_known = bandwidth is None, bandwidth is not None  # the bandwidth
         self.claim = multiprocessing.RawValue("d", 0.0)  # bandwidth that this peer claims, see _adapt_claim
-        self._finished_groups: deque[bytes] = deque(maxlen=64)
+        # Group ID -> this peer's round, which is None if it was cancelled; None: it has ended
+        self._rounds: dict[bytes, asyncio.Future[AllReduce | None] | None] = {}
         self._refused: deque[tuple[bytes, PeerID]] = deque(maxlen=256)  # group ID, and sender of a refused part
         self._waiting: Counter[PeerID] = Counter()  # streams of unknown groups
         self._reported: TimedStorage[PeerID, None] = TimedStorage()  # peers whose excesses were logged
         self._lock_pipe = threading.Lock()
         super().__init__(
             averaged_tensors=[*self.gradients, *self.parameters],
-            tensor_infos=[
-                CompressionInfo.from_tensor(tensor, key=key, role=role)
-                for role, tensors in ((TensorRole.GRADIENT, self.gradients), (TensorRole.PARAMETER, self.parameters))
-                for key, tensor in enumerate(tensors)
-            ],
             compression=RoleAdaptiveCompression(gradient=gradient_compression, parameter=parameter_compression),
             bandwidth=bandwidth or FIRST_CLAIM,
             allow_state_sharing=False,
@@ -226,63 +224,68 @@ class RoundAverager(SafeAverager):
                 step.set_result(outcome)
 
     async def _run_round(self, step: RoundControl) -> RoundResult:
-        started = time.monotonic()
+        started, group = time.monotonic(), None
+        begins: asyncio.Future[AllReduce | None] = asyncio.get_running_loop().create_future()
         step.stage = AveragingStage.LOOKING_FOR_GROUP
         try:
-            async with asyncio.timeout(step.deadline - run_time()):  # the all-reduce has a separate one
-                group = await self._matchmaking.look_for_group(step)
-                missed, found = self._matchmaking.missed, time.monotonic()
-                step.stage = AveragingStage.AWAITING_TRIGGER
-                await step.wait_for_trigger()
-        except TimeoutError:
-            raise TimeoutError("no group was found") from None
-        begun = time.monotonic()
-        step.stage = AveragingStage.RUNNING_ALLREDUCE
-        try:
-            with self._register_allreduce_group(group):
-                result = await self._average_in_group(step, group)
+            try:
+                async with asyncio.timeout(step.deadline - run_time()):  # the all-reduce has a separate one
+                    group = await self._matchmaking.look_for_group(step)
+                    missed, found = self._matchmaking.missed, time.monotonic()
+                    self._rounds[group.group_id] = begins
+                    step.stage = AveragingStage.AWAITING_TRIGGER
+                    await step.wait_for_trigger()
+            except TimeoutError:
+                raise TimeoutError("no group was found") from None
+            begun = time.monotonic()
+            step.stage = AveragingStage.RUNNING_ALLREDUCE
+            result = await self._average_in_group(step, group, begins)
         finally:
-            self._finished_groups.append(group.group_id)
+            if not begins.done():
+                begins.set_result(None)
+            if group is not None:
+                self._rounds[group.group_id] = None
+                while len(self._rounds) > MAX_KEPT_ROUNDS:
+                    del self._rounds[next(iter(self._rounds))]
         seconds = {"matchmaking": found - started, "waiting": begun - found, "allreduce": time.monotonic() - begun}
         return replace(result, missed=missed, seconds=seconds)
 
-    async def _average_in_group(self, step: RoundControl, group: GroupInfo) -> RoundResult:
-        options = {name: value for name, value in self.allreduce_kwargs.items() if name != "min_vector_size"}
+    async def _average_in_group(
+        self, step: RoundControl, group: GroupInfo, begins: "asyncio.Future[AllReduce | None]"
+    ) -> RoundResult:
+        options, own = self.allreduce_kwargs, group.peer_ids.index(self.peer_id)
         standing = Standing([parse_claims(gathered) for gathered in group.gathered])
-        own = group.peer_ids.index(self.peer_id)
+        weight = 0.0 if standing.lacking[own] else step.weight
         shares = divide([claims.bandwidth for claims in standing.claims])
-        number = len(self.gradients)
-        blocks = [self._block(slice(None, number), shares)]
         given = standing.shares_to_give(shares)
+        turn = int.from_bytes(group.group_id, "big")
+        cut = partial(cut_tensors, options["compression"], options["part_size_bytes"], turn)
+        cuts = [cut(TensorRole.GRADIENT, self.gradients, self.gradients, shares, weight)]
+        cut_parameters = partial(cut, TensorRole.PARAMETER, self.parameters, self.averaged_parameters)
         if self.includes_parameters(step.number) or (any(standing.lacking) and not any(given)):
-            blocks.append(self._block(slice(number, None), shares))
+            cuts.append(cut_parameters(shares, float(standing.counting[own])))
         elif any(given):
             takers = {peer_id for peer_id, lacks in zip(group.peer_ids, standing.lacking, strict=True) if lacks}
-            blocks.append(self._block(slice(number, None), given, takers))
-        weight = 0.0 if standing.lacking[own] else step.weight
+            cuts.append(cut_parameters(given, takers=takers))
         pace = self.bandwidth * 125_000 * (1.0 if shares[own] else QUIET_FRACTION)
         runner = AllReduce(
-            p2p=self._p2p,
-            servicer_type=type(self),
-            prefix=self.prefix,
+            peer_id=self.peer_id,
             group_id=group.group_id,
-            peer_ids=group.peer_ids,
-            blocks=blocks,
-            weight=weight,
-            parameter_weight=float(standing.counting[own]),
+            parts={peer_id: list(chain(*of_peer)) for peer_id, *of_peer in zip(group.peer_ids, *cuts, strict=True)},
+            get_stub=lambda peer_id: self.get_stub(self._p2p, peer_id, namespace=self.prefix),
             bounds=self._make_bounds(weight, standing.distances[own], standing.counting[own]),
+            sender_timeout=options["sender_timeout"],
+            reducer_timeout=options["reducer_timeout"],
             timeout=self._allreduce_timeout,
             slow=self._slow,
             upload=pace if self._is_known and self.bandwidth < PACED_MBITS else math.inf,
-            **options,
         )
-        self._adapt_claim(runner.delivery)
+        self._adapt_claim(runner.reducer.delivery)
         meter = UplinkMeter()
-        self._running_groups[group.group_id].set_result(runner)
-        self._pending_groups_registered.set()  # wakes the streams that wait in `_will_begin`
+        begins.set_result(runner)
         for group_id, sender in self._refused:
             if group_id == group.group_id:
-                runner.drop_unstarted_sender(sender)  # a refused sender does not try again
+                runner.reducer.drop_unstarted(sender)  # a refused sender does not try again
         try:
             await runner.run()
         finally:
@@ -298,8 +301,8 @@ class RoundAverager(SafeAverager):
         return RoundResult(
             members=group.peer_ids,
             received=received,
-            weights=runner.weights(),
-            weight=runner.weights().get(self.peer_id, weight),
+            weights=runner.reducer.weights,
+            weight=runner.reducer.weights.get(self.peer_id, weight),
             violations=runner.violations,
             received_parameters=runner.received_fraction(TensorRole.PARAMETER),
             distance=standing.distances[own],
@@ -324,11 +327,6 @@ class RoundAverager(SafeAverager):
             are_updates=self.local_updates,
             # A peer without gradients, or with few local updates, has no measure. The whole average is clipped.
             has_gradient=weight > 0 and not self.local_updates,
-        )
-
-    def _block(self, tensors: slice, shares: Sequence[float], takers: Collection[PeerID] | None = None) -> Block:
-        return Block(
-            self._averaged_tensors[tensors], self._outputs[tensors], self.tensor_infos[tensors], shares, takers
         )
 
     def _adapt_claim(self, delivery: Delivery) -> None:
@@ -358,7 +356,7 @@ class RoundAverager(SafeAverager):
             self._matchmaking.ban(peer_id, run_time() + BAN_SECONDS)
 
     def _report_excesses(self, runner: AllReduce) -> None:
-        for peer_id, excess in runner.excesses().items():
+        for peer_id, excess in runner.excesses.items():
             if peer_id not in self._reported:
                 self._reported.store(peer_id, None, run_time() + REPORT_SECONDS)
                 logger.warning(f"{peer_id} sent {excess}: scaled it down, or kept this peer's parameters")
@@ -382,46 +380,39 @@ class RoundAverager(SafeAverager):
 
         hivemind refuses the part if another round ends meanwhile. The whole group then waits for the sender.
         """
-        async for message in self._keep_stream_open(self._answer_part(stream, context)):
+        async for message in self._keep_stream_open(self._answer_part(stream, context.remote_id)):
             yield message
 
     async def _answer_part(
-        self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
+        self, stream: AsyncIterator[averaging_pb2.AveragingData], sender: PeerID
     ) -> AsyncIterator[averaging_pb2.AveragingData]:
         request = await anext(stream)
         is_small = request.ByteSize() <= MAX_FIRST_BYTES  # it may be kept for a while
-        if is_small and await self._will_begin(request.group_id, context.remote_id):
-            async for message in super().rpc_aggregate_part(achain(as_aiter(request), stream), context):
+        if is_small and (runner := await self._await_round(request.group_id, sender)) is not None:
+            async for message in runner.reducer.answer(sender, stream):
                 yield message
         else:
-            self._refused.append((request.group_id, context.remote_id))
+            self._refused.append((request.group_id, sender))
             yield averaging_pb2.AveragingData(code=averaging_pb2.BAD_GROUP_ID)
 
-    async def _will_begin(self, group_id: bytes, sender: PeerID) -> bool:
-        """Wait until this peer's round of a group begins; False if it has ended or does not begin in time."""
-        if group_id in self._running_groups:
-            return True
-        is_unknown = group_id not in self._matchmaking.found
-        if is_unknown and (
-            self._waiting[sender] >= MAX_WAITING_STREAMS or self._waiting.total() >= MAX_WAITING_STREAMS_OF_ALL
-        ):
-            return False
-        started = time.monotonic()
-        self._waiting[sender] += is_unknown
-        try:
-            while group_id not in self._running_groups:
-                control = self._matchmaking.found.get(group_id)
-                has_ended = group_id in self._finished_groups or (control is not None and control.done())
-                # An unknown group: the leader's announcement may be one answer late; then this peer has left too early
-                # to receive it. A known group: after `reducer_timeout` the sender stops waiting, too.
-                patience = self.request_timeout if control is None else self.allreduce_kwargs["reducer_timeout"]
-                if has_ended or time.monotonic() >= started + (patience or 0.0):
-                    return False
-                # Until a round begins or ends, at most 1 s: a round cancelled before its trigger sets no event.
-                self._pending_groups_registered.clear()
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(1.0):
-                        await self._pending_groups_registered.wait()
-            return True
-        finally:
-            self._waiting -= Counter({sender: is_unknown})
+    async def _await_round(self, group_id: bytes, sender: PeerID) -> AllReduce | None:
+        """Wait until this peer's round of a group begins; None if it has ended or does not begin in time."""
+        # An unknown group: the leader's announcement may be one answer late; then this peer has left too early to
+        # receive it.
+        if group_id not in self._rounds:
+            if self._waiting[sender] >= MAX_WAITING_STREAMS or self._waiting.total() >= MAX_WAITING_STREAMS_OF_ALL:
+                return None
+            self._waiting[sender] += 1
+            try:
+                async with asyncio.timeout(self.request_timeout):
+                    while group_id not in self._rounds:
+                        await asyncio.sleep(0.05)
+            except TimeoutError:
+                return None
+            finally:
+                self._waiting -= Counter({sender: 1})
+        if (begins := self._rounds.get(group_id)) is None:
+            return None
+        # After `reducer_timeout` the sender stops waiting, too.
+        await asyncio.wait({begins}, timeout=self.allreduce_kwargs["reducer_timeout"])
+        return begins.result() if begins.done() else None

@@ -2,8 +2,10 @@
 
 import asyncio
 import math
+import statistics
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from itertools import chain
 from types import SimpleNamespace
 
 import pytest
@@ -20,10 +22,11 @@ from hivemind.proto import averaging_pb2
 
 from peerstep import allreduce, reducer
 from peerstep.accumulators import clip_norm
-from peerstep.allreduce import AllReduce, Block
+from peerstep.allreduce import AllReduce, cut_tensors
 from peerstep.bounds import ANSWERED_NORM, MAX_GRADIENT_NORM, MIN_WEIGHT, Bounds, ViolationError, norm_of
 from peerstep.compression import COMPRESSIONS
 from peerstep.neighbours import norm_ratio
+from peerstep.reducer import Part
 
 OWN = torch.full((100,), 0.1)  # norm 1
 BOUNDS = Bounds(weight=256.0, parameter_step=0.01)
@@ -126,6 +129,7 @@ class Group:
         takers: Collection[int] | None = None,
         group_id: bytes = b"group",
         in_place: bool = False,
+        part_size_bytes: int = 512,
         **options,
     ):
         self.ids = [PeerID(b"\x12\x20" + bytes([number] * 32)) for number in range(len(rates))]
@@ -139,37 +143,33 @@ class Group:
             self.outputs = [
                 [gradient, *rest] for (gradient, *_), (_, *rest) in zip(self.inputs, self.outputs, strict=True)
             ]
-        infos = [
-            CompressionInfo.from_tensor(tensor, key=key, role=role)
-            for key, (tensor, role) in enumerate(
-                zip(self.inputs[0], (TensorRole.GRADIENT, TensorRole.PARAMETER), strict=False)
-            )
-        ]
         shares = shares or [1.0] * len(rates)
         given = [0.0 if takers and number in takers else share for number, share in enumerate(shares)]
         taking = None if takers is None else {self.ids[number] for number in takers}
-        blocks = [
-            [
-                Block([own], [output], [of_tensor], shares if of_tensor.key == 0 else given, taker)
-                for own, output, of_tensor, taker in zip(*tensors, infos, (None, taking), strict=False)
+
+        def cut(number: int) -> dict[PeerID, list[Part]]:
+            turn = int.from_bytes(group_id, "big")
+            blocks = (
+                (TensorRole.GRADIENT, shares, (weights or [1.0] * len(rates))[number], None),
+                (TensorRole.PARAMETER, given, 1.0, taking),
+            )
+            cuts = [
+                cut_tensors(role_compression, part_size_bytes, turn, role, [own], [output], *rest)
+                for own, output, (role, *rest) in zip(self.inputs[number], self.outputs[number], blocks, strict=False)
             ]
-            for tensors in zip(self.inputs, self.outputs, strict=True)
-        ]
+            return {peer_id: list(chain(*of_peer)) for peer_id, *of_peer in zip(self.ids, *cuts, strict=True)}
+
         self.members = [
             AllReduce(
-                p2p=SimpleNamespace(peer_id=peer_id), servicer_type=SimpleNamespace(get_stub=self._get_stub(number)),
-                prefix="run", group_id=group_id, peer_ids=self.ids, blocks=blocks[number],
-                weight=(weights or [1.0] * len(rates))[number],
-                parameter_weight=1.0,
+                peer_id=peer_id, get_stub=self._get_stub(number), group_id=group_id, parts=cut(number),
                 bounds=bounds or Bounds(weight=100.0, parameter_step=1.0, has_gradient=True),
-                compression=role_compression,
-                **{"part_size_bytes": 512, "sender_timeout": 2.0, "reducer_timeout": 4.0, "timeout": 6.0, **options},
+                **{"sender_timeout": 2.0, "reducer_timeout": 4.0, "timeout": 6.0, **options},
             )
             for number, peer_id in enumerate(self.ids)
         ]  # fmt: skip
 
     def _get_stub(self, sender: int) -> Callable:
-        def get_stub(_p2p, peer_id: PeerID, namespace: str) -> SimpleNamespace:
+        def get_stub(peer_id: PeerID) -> SimpleNamespace:
             return SimpleNamespace(rpc_aggregate_part=lambda parts: self._open(sender, self.ids.index(peer_id), parts))
 
         return get_stub
@@ -177,9 +177,9 @@ class Group:
     async def _open(self, sender: int, reducer: int, parts: AsyncIterator) -> AsyncIterator:
         if reducer in self.silent:
             await asyncio.sleep(60)
-        context = SimpleNamespace(remote_id=self.ids[sender])
-        answers = self.members[reducer].rpc_aggregate_part(self._carry(sender, parts), context)
-        return self._carry(reducer, answers)
+        carried = self._carry(sender, parts)
+        await anext(carried)  # it names the group
+        return self._carry(reducer, self.members[reducer].reducer.answer(self.ids[sender], carried))
 
     async def _carry(self, sender: int, messages: AsyncIterator) -> AsyncIterator:
         """Carry messages over the sender's link while the receiver is busy, as a network does."""
@@ -226,8 +226,8 @@ def similar_tensors(number: int) -> list[torch.Tensor]:
 
 def received(member: AllReduce) -> float:
     """Return the fraction of all elements whose average has arrived."""
-    total = sum(member._totals.values())
-    return sum(member._received.values()) / total
+    fractions = [member.received_fraction(role) for role in (TensorRole.GRADIENT, TensorRole.PARAMETER)]
+    return statistics.fmean(fraction for fraction in fractions if fraction is not None)
 
 
 def average(group_of: Callable[[], Group]) -> tuple[Group, list[float]]:
@@ -251,9 +251,9 @@ def test_round_averages_gradients_and_parameters_by_their_weights():
         assert torch.allclose(parameters, torch.tensor(1.01))
         assert torch.equal(gradient, group.outputs[0][0])
     assert [received(member) for member in group.members] == [1.0] * 3
-    assert not any(member.violations | member.excesses() for member in group.members)
+    assert not any(member.violations | member.excesses for member in group.members)
     first, second, third = group.ids
-    assert group.members[0].weights() == {first: 1.0, second: 3.0, third: 2.0}
+    assert group.members[0].reducer.weights == {first: 1.0, second: 3.0, third: 2.0}
 
 
 @pytest.mark.parametrize("silent", [set(), {2}], ids=["complete", "partial"])
@@ -343,7 +343,7 @@ async def test_what_comes_too_late_is_not_the_same_in_each_round():
         starts = {
             tuple(
                 (parts[0].own.storage_offset(), sum(part.is_gradient for part in parts))
-                for parts in member._parts.values()
+                for parts in member.parts.values()
             )
             for member in group.members
         }
@@ -358,9 +358,9 @@ async def test_what_comes_too_late_is_not_the_same_in_each_round():
 def test_reducer_on_a_link_that_has_become_slow_knows_it():
     """It has an equal share, and a link that carries a tenth of it in time. The others have delivered."""
     group, _ = average(lambda: Group([FAST, FAST, FAST, bytes_sent(1) / 60.0], timeout=2.0, reducer_timeout=2.0))
-    assert [member.delivery.is_poor for member in group.members] == [False, False, False, True]
+    assert [member.reducer.delivery.is_poor for member in group.members] == [False, False, False, True]
     group, _ = average(lambda: Group([FAST, FAST / 10, FAST]))
-    assert not any(member.delivery.is_poor for member in group.members)
+    assert not any(member.reducer.delivery.is_poor for member in group.members)
 
 
 def test_single_other_sender_has_all_the_time(monkeypatch):
@@ -403,7 +403,7 @@ def test_refused_sender_is_not_waited_for():
     async def scenario() -> list[float]:
         group = Group([FAST, FAST / 20, FAST], silent={2}, shares=[1, 1, 0])
         for member in group.members[:2]:
-            member.drop_unstarted_sender(group.ids[2])
+            member.reducer.drop_unstarted(group.ids[2])
         return await group.run()
 
     assert max(asyncio.run(scenario())[:2]) < 1.5
@@ -482,7 +482,7 @@ def test_sender_of_too_large_values_moves_nobody_far_and_is_not_banned(change, m
     """Others could bring about that its values are too large beside theirs."""
     group, _ = average_with(of_kind(averaging_pb2.PART_FOR_AVERAGING, change), monkeypatch)
     for member, (gradient, parameters) in list(zip(group.members, group.outputs, strict=True))[:2]:
-        assert not member.violations and list(member.excesses()) == [group.ids[2]] and received(member) == 1
+        assert not member.violations and list(member.excesses) == [group.ids[2]] and received(member) == 1
         assert gradient.norm() < 2.5 and (parameters - 1).abs().max() < 0.5
         if change is overweight:  # it counts for the 100 samples of the bound
             assert torch.allclose(gradient[:100], torch.tensor((1 + 3 * 2 + 100 * 3) / 104 * 1e-3))
@@ -492,7 +492,7 @@ def test_sender_of_too_large_values_moves_nobody_far_and_is_not_banned(change, m
 def test_reducer_of_too_large_values_moves_nobody_far_and_is_not_banned(value, monkeypatch):
     group, _ = average_with(of_kind(averaging_pb2.AVERAGED_PART, fill(value)), monkeypatch)
     for member, own, (gradient, parameters) in list(zip(group.members, group.inputs, group.outputs, strict=True))[:2]:
-        assert not member.violations and list(member.excesses()) == [group.ids[2]]
+        assert not member.violations and list(member.excesses) == [group.ids[2]]
         assert torch.allclose(gradient[:100], torch.tensor((1 + 3 * 2 + 2 * 3) / 6 * 1e-3))
         assert gradient.norm() < 4.5
         if value > 1:
@@ -535,7 +535,7 @@ def test_member_whose_gradients_are_zero_somewhere_gets_the_average_of_all():
     group, _ = average(lambda: Group([FAST, FAST / 20, FAST], tensors=tensors))
     expected = torch.cat([torch.full((ELEMENTS // 2,), 1e-3 / 3), torch.full((ELEMENTS // 2,), 1e-3)])
     assert all(torch.allclose(outputs[0], expected) for outputs in group.outputs)
-    assert not any(member.excesses() for member in group.members)
+    assert not any(member.excesses for member in group.members)
 
 
 def test_gradients_are_bounded_by_each_other():
@@ -553,7 +553,7 @@ def test_gradients_are_bounded_by_each_other():
     honest = [0, 1]
     for number in honest:
         assert norm_of(group.outputs[number][0]) < bound
-        assert list(group.members[number].excesses()) == [group.ids[2]] and not group.members[number].violations
+        assert list(group.members[number].excesses) == [group.ids[2]] and not group.members[number].violations
 
 
 @pytest.mark.parametrize("name", COMPRESSIONS)
@@ -569,7 +569,7 @@ def test_honest_average_is_accepted_with_every_compression(name):
     group, _ = average(
         lambda: Group([FAST, FAST / 20, FAST], compression=name, tensors=tensors, part_size_bytes=20000)
     )
-    assert not any(member.violations | member.excesses() for member in group.members)
+    assert not any(member.violations | member.excesses for member in group.members)
     assert [received(member) for member in group.members] == [1.0] * 3
 
 
@@ -583,10 +583,9 @@ def test_norm_is_over_all_tensors(max_norm, after):
 @pytest.mark.parametrize("shares", [[1, 1, 1, 1], [1, 1, 0, 1, 1, 0], [5, 1, 2], [1, 1, 0, 0], [0, 0, 1]])
 def test_elements_are_divided_by_the_shares(shares):
     tensors = [torch.zeros(1000 + 2000 * (key % 3)) for key in range(20)]
-    infos = [CompressionInfo.from_tensor(tensor, key=key) for key, tensor in enumerate(tensors)]
-    block = Block(tensors, tensors, infos, shares)
     compression = RoleAdaptiveCompression(default=COMPRESSIONS["float16"]())
-    found = [sum(part.own.numel() for part in parts) for parts in block.cut(compression, 256)]
+    parts_of_members = cut_tensors(compression, 256, 0, TensorRole.GRADIENT, tensors, tensors, shares)
+    found = [sum(part.own.numel() for part in parts) for parts in parts_of_members]
     assert found == pytest.approx([share / sum(shares) * sum(map(torch.numel, tensors)) for share in shares], rel=0.01)
 
 
@@ -614,7 +613,7 @@ def test_members_that_lack_parameters_receive_them_from_the_others(silent):
     assert all(member.received_fraction(TensorRole.PARAMETER) is None for member in others)
     for own, outputs in list(zip(group.inputs, group.outputs, strict=True))[1:]:
         assert torch.equal(outputs[1], own[1])
-    assert not any(member.violations | member.excesses() for member in group.members)
+    assert not any(member.violations | member.excesses for member in group.members)
 
 
 def equal_but_first(number: int) -> list[torch.Tensor]:

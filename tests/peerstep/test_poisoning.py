@@ -13,7 +13,7 @@ from peerstep.bounds import Bounds
 from peerstep.reducer import Part, Reducer
 
 STEPS, BATCH_SIZE, TARGET_BATCH_SIZE = 300, 64, 4096
-SENDERS = [PeerID(b"\x12\x20" + bytes([number] * 32)) for number in range(3)]
+REDUCER, *SENDERS = [PeerID(b"\x12\x20" + bytes([number] * 32)) for number in range(4)]
 # What the hostile one sends, of the mean of the others' gradients
 ATTACKS = {
     "minus the mean": lambda mean: -mean,
@@ -36,8 +36,8 @@ async def average(gradients: list[torch.Tensor], weights: list[float]) -> torch.
     own, output = gradients[0], torch.empty_like(gradients[0])
     info = CompressionInfo.from_tensor(own, key=0, role=TensorRole.GRADIENT)
     senders = SENDERS[: len(gradients) - 1]
-    parts, bounds = [Part(own, output, info, NoCompression())], Bounds(TARGET_BATCH_SIZE)
-    reducer = Reducer(parts, senders, lambda _: weights[0], bounds, 60.0, 60.0, own_norm=float(own.norm()))
+    parts, bounds = [Part(own, output, info, NoCompression(), weights[0])], Bounds(TARGET_BATCH_SIZE)
+    reducer = Reducer(REDUCER, parts, senders, bounds, 60.0, 60.0, own_norm=float(own.norm()))
     for sender, gradient, weight in zip(senders, gradients[1:], weights[1:], strict=True):
         reducer.start(sender)
         reducer.add(sender, 0, gradient, weight)

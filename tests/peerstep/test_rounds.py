@@ -202,34 +202,28 @@ def test_callers_close_the_stream_once_they_have_all(build_swarm, monkeypatch):
 # Parts that arrive before a round begins or after it has ended
 
 
-class StandInRound:
-    """All-reduce that answers each part with an average."""
+class StandInReducer:
+    """Reducer that answers with one average."""
 
-    async def rpc_aggregate_part(self, stream, context):
-        async for _ in stream:
-            yield AveragingData(code=AVERAGED_PART)
+    async def answer(self, _sender, _stream):
+        yield AveragingData(code=AVERAGED_PART)
 
 
 class LateAverager(RoundAverager):
-    """Averager without a process. Another round has just ended, after which hivemind stops waiting for this round."""
+    """Averager without a process."""
 
     def __init__(self):
-        self._running_groups, self._finished_groups, self._refused, self._waiting = {}, [], [], Counter()
+        self._refused, self._waiting = [], Counter()
         known = b"called off", b"known, but never triggered", b"group"
-        self._matchmaking = SimpleNamespace(
-            found={group: SimpleNamespace(done=lambda group=group: group == b"called off") for group in known},
-            request_timeout=0.5,
-        )
+        self._rounds = {b"finished": None, **{group: asyncio.get_running_loop().create_future() for group in known}}
+        self._rounds[b"called off"].set_result(None)
+        self._matchmaking = SimpleNamespace(request_timeout=0.5)
         self.allreduce_kwargs = {"reducer_timeout": 5.0}
-        self._pending_groups_registered = asyncio.Event()
-        self._pending_groups_registered.set()
 
     async def answer(self, group_id: bytes = b"group") -> AsyncIterator[AveragingData]:
         """Answer a part of a round that begins 0.3 seconds later."""
-        loop = asyncio.get_running_loop()
-        current_round = loop.create_future()
-        current_round.set_result(StandInRound())
-        loop.call_later(0.3, self._running_groups.update, {b"group": current_round})
+        loop, begins = asyncio.get_running_loop(), self._rounds[b"group"]
+        loop.call_later(0.3, begins.set_result, SimpleNamespace(reducer=StandInReducer()))
         return self.rpc_aggregate_part(as_aiter(AveragingData(group_id=group_id)), SimpleNamespace(remote_id=None))
 
     async def first_answer(self, group_id: bytes = b"group") -> AveragingData:
@@ -253,7 +247,6 @@ class LateAverager(RoundAverager):
 )
 async def test_part_for_a_round_that_has_ended_is_refused_at_once(clock, group_id, reducer_timeout, seconds):
     averager = LateAverager()
-    averager._finished_groups.append(b"finished")
     averager.allreduce_kwargs = {"reducer_timeout": reducer_timeout}
     async with asyncio.timeout(seconds):
         assert (await averager.first_answer(group_id)).code == BAD_GROUP_ID

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from peerstep import uplink
-from peerstep.allreduce import Delivery
+from peerstep.reducer import Delivery
 from peerstep.rounds import FIRST_CLAIM, MAX_MEASURED, RoundAverager
 from peerstep.uplink import UplinkMeter
 

@@ -19,7 +19,7 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils import MSGPackSerializer
 
 from cotrain.training import session
-from peerstep import optimizer
+from peerstep import optimizer, rounds
 from peerstep.accumulators import GradientAccumulator, UpdateAccumulator
 from peerstep.allreduce import AllReduce
 from peerstep.bounds import Bounds
@@ -28,6 +28,7 @@ from peerstep.coordinator import RoundCoordinator
 from peerstep.matchmaking import MAX_BANDWIDTH, Claims, StepMatchmaking, group_key, parse_claims
 from peerstep.progress import ProgressTracker
 from peerstep.progress_record import MAX_SAMPLES, PeerProgress
+from peerstep.reducer import Reducer
 from peerstep.state import TrainingStateAverager
 
 LARGE = 1e9
@@ -58,22 +59,22 @@ def claim_everything() -> None:
     wrap(Claims, "pack", lambda pack, self: pack(Claims(MAX_BANDWIDTH)))
     most = {"samples_accumulated": MAX_SAMPLES, "contributed": MAX_SAMPLES, "samples_per_second": float(MAX_SAMPLES)}
     wrap(PeerProgress, "to_record", lambda to_record, self: to_record(self) | most)
-    AllReduce._weight_of = lambda self, part: LARGE
+    wrap(rounds, "cut_tensors", lambda cut, *args, **options: cut(*args[:7], LARGE, **options))
 
 
 def send_large() -> None:
     """Send gradients and parameters that are a thousand times too large."""
-    wrap(AllReduce, "_outgoing", lambda outgoing, self, peer_id: scaled(outgoing(self, peer_id), 1000.0))
+    wrap(AllReduce, "_outgoing", lambda outgoing, self, remote: scaled(outgoing(self, remote), 1000.0))
 
 
 def answer_two_faced() -> None:
     """Answer some members with an average that is too large, and the others with its opposite."""
 
-    def answer(rpc, self, stream, context):
-        sign = 1.0 if context.remote_id.to_bytes()[-1] % 2 else -1.0
-        return scaled(rpc(self, stream, context), 3.0 * sign)
+    def answer_falsely(answer, self, sender, stream):
+        sign = 1.0 if sender.to_bytes()[-1] % 2 else -1.0
+        return scaled(answer(self, sender, stream), 3.0 * sign)
 
-    wrap(AllReduce, "rpc_aggregate_part", answer)
+    wrap(Reducer, "answer", answer_falsely)
 
 
 async def scaled(messages, factor: float):
@@ -91,11 +92,11 @@ def stay_silent() -> None:
     async def run(self) -> None:
         await asyncio.sleep(self.timeout)
 
-    async def answer(self, stream, context):
-        await asyncio.sleep(self.timeout)
+    async def answer(self, sender, stream):
+        await asyncio.sleep(600)
         yield averaging_pb2.AveragingData()
 
-    AllReduce.run, AllReduce.rpc_aggregate_part = run, answer
+    AllReduce.run, Reducer.answer = run, answer
 
 
 def lead_nowhere() -> None:

@@ -131,7 +131,7 @@ class Node:
         averager._matchmaking = StepMatchmaking(
             self, averager.schema_hash, self, client_mode=averager.client_mode, **averager.matchmaking_kwargs
         )
-        averager._state_updated, averager._pending_groups_registered = asyncio.Event(), asyncio.Event()
+        averager._state_updated = asyncio.Event()
         if not averager.client_mode:
             self.create_task(averager._declare_for_download_periodically())
 
