@@ -35,6 +35,7 @@ logger = get_logger(__name__)
 MAX_HELD_REQUESTS, MAX_REQUEST_BYTES = 1024, 1024  # 1 MiB in all; the ID of a run has at most 400 bytes
 LEADER_MARGIN = 2.0  # seconds after which a leader that should have begun is abandoned
 RETRY_SECONDS = 1.0  # before an unreachable leader is asked again
+POLL_SECONDS = 0.05  # between two looks at who has asked, and whether the step is due
 KNOWN_SECONDS = 180.0  # for which a peer that was in a roster is no stranger; its report lives as long
 MAX_ABSENCES = 2  # consecutive rounds that a peer may miss before leaders stop waiting for it
 MAX_SILENCES, SPARE_SECONDS = 2, 600.0  # rounds after which a silent reducer gets no share, and for how long
@@ -95,11 +96,16 @@ class Search:
     """State of this peer's search for the group of one step."""
 
     control: RoundControl
-    unreachable: dict[PeerID, float] = field(default_factory=dict)  # leader -> time of the failed request
-    refused: dict[PeerID, str] = field(default_factory=dict)  # leader -> its answer
+    leader: PeerID | None = None  # that has accepted this peer
+    failures: dict[PeerID, tuple[float, str]] = field(default_factory=dict)  # leader -> time (`monotonic`) and reason
     given_up: set[PeerID] = field(default_factory=set)  # leaders that accepted this peer and did not begin
-    triggered_at: float | None = None
-    patience: asyncio.Timeout | None = None  # for the leader that has accepted this peer
+    due_since: float = math.inf  # `time.monotonic`
+
+    def seconds_due(self) -> float:
+        """Return the seconds since the step is due at this peer, as this search has noticed; -inf before."""
+        if self.control.triggered:
+            self.due_since = min(self.due_since, time.monotonic())
+        return time.monotonic() - self.due_since
 
 
 @dataclass
@@ -166,13 +172,9 @@ class StepMatchmaking(Matchmaking):
         self._absences: Counter[PeerID] = Counter()  # consecutive rounds that a peer has missed
         self._requests: dict[PeerID, _Request] = {}
         self._search: Search | None = None
-        self._leader: PeerID | None = None  # leader that has accepted this peer
         self._banned: TimedStorage[PeerID, None] = TimedStorage()
         self._silences: Counter[PeerID] = Counter()  # consecutive rounds in which a reducer answered nothing
         self._spared: TimedStorage[PeerID, None] = TimedStorage()  # silent members
-        # Group ID -> this peer's round, which may have ended before it began; the newest 16
-        self.found: dict[bytes, RoundControl] = {}
-        self._changed = asyncio.Event()
 
     # Input from the main process
 
@@ -183,7 +185,6 @@ class StepMatchmaking(Matchmaking):
         self._known |= dict.fromkeys([*before, *self.roster], now)
         self._known = {peer_id: seen for peer_id, seen in self._known.items() if now < seen + KNOWN_SECONDS}
         self._absences = Counter({peer_id: n for peer_id, n in self._absences.items() if peer_id in self._known})
-        self._changed.set()
 
     def finish(self, number: int) -> None:
         """Refuse requests for step `number` and earlier steps from now on. `number` may be lower than before."""
@@ -218,36 +219,21 @@ class StepMatchmaking(Matchmaking):
         """Find the group of a step. Runs until a group is found; cancel it to give up."""
         async with self.lock_looking_for_group:
             search = self._search = Search(step)
-            watch = asyncio.create_task(self._record_trigger(search))
             try:
                 while True:
-                    leader = self._choose_leader(search)
+                    leader, group = self._choose_leader(search), None
                     if leader == self.peer_id:
-                        group = await self._lead(search)
-                    elif leader is None:
-                        await asyncio.sleep(0.2)
-                        continue
-                    else:
+                        group = self._lead(search)
+                    elif leader is not None:
                         group = await self._follow(search, leader)
                     if group is not None:
                         self._on_group(group, search)
                         return group
-                    await asyncio.sleep(0.02)
+                    await asyncio.sleep(POLL_SECONDS)
             finally:
-                watch.cancel()
-                self._search = self._leader = None
-
-    async def _record_trigger(self, search: Search) -> None:
-        with suppress(Exception):
-            await search.control.wait_for_trigger()
-            search.triggered_at = time.monotonic()
-            self._limit_patience(search)
-            self._changed.set()
+                self._search = None
 
     def _on_group(self, group: GroupInfo, search: Search) -> None:
-        while len(self.found) >= 16:
-            del self.found[next(iter(self.found))]
-        self.found[group.group_id] = search.control
         missed = self.roster.keys() - {*group.peer_ids, self.peer_id}
         self.missed = {peer_id: self._why_missed(peer_id, search) for peer_id in missed}
         self._absences.update(missed)
@@ -257,9 +243,8 @@ class StepMatchmaking(Matchmaking):
     def _why_missed(self, peer_id: PeerID, search: Search) -> str:
         if peer_id in self._banned:
             return "banned"
-        if peer_id in search.unreachable:
-            return "could not be reached"
-        return search.refused.get(peer_id, "did not ask to join")
+        _, reason = search.failures.get(peer_id, (0.0, "did not ask to join"))
+        return reason
 
     def _candidates(self, search: Search) -> list[PeerID]:
         """Return the peers that may lead, best first. Peers new to the run may lead only if there are no others."""
@@ -278,37 +263,26 @@ class StepMatchmaking(Matchmaking):
         Candidates that have failed are asked again after RETRY_SECONDS, unless other peers wait for this one to begin.
         A leader that no peer has joined asks the other candidates: they may have formed a group without it.
         """
-        now = time.monotonic()
         joined = self._joined(search)
-        is_lonely = search.triggered_at is not None and not joined and now >= search.triggered_at + RETRY_SECONDS
         candidates = self._candidates(search)
         candidates = [peer_id for peer_id in candidates if peer_id not in search.given_up] or candidates
-        if is_lonely and self.peer_id in candidates:
+        if search.seconds_due() >= RETRY_SECONDS and not joined and self.peer_id in candidates:
             candidates.remove(self.peer_id)
         better = list(itertools.takewhile(lambda peer_id: peer_id != self.peer_id, candidates))
         for peer_id in better:
-            if peer_id not in search.unreachable:
+            if peer_id not in search.failures:
                 return peer_id
-        failed = min(better, key=search.unreachable.get, default=None)
-        if failed is not None and not joined and now >= search.unreachable[failed] + RETRY_SECONDS:
+        failed = min(better, key=search.failures.get, default=None)
+        if failed is not None and not joined and time.monotonic() >= search.failures[failed][0] + RETRY_SECONDS:
             return failed
         return None if self.client_mode else self.peer_id
 
-    async def _lead(self, search: Search) -> GroupInfo | None:
-        """Wait for the other peers and form the group; None if another peer should lead instead."""
-        while self._choose_leader(search) == self.peer_id:
-            self._changed.clear()
-            joined = self._joined(search)
-            if joined and search.triggered_at is not None:
-                is_late = time.monotonic() >= search.triggered_at + self.min_matchmaking_time
-                if is_late or not self._expected(search) - joined.keys():
-                    return self._assemble(search, joined)
-            # Not asyncio.wait_for: until Python 3.12, it drops a cancellation that arrives together with the event.
-            # The search would never end, and the searches for the next steps would wait for it.
-            with suppress(TimeoutError):
-                async with asyncio.timeout(0.1):
-                    await self._changed.wait()
-        return None
+    def _lead(self, search: Search) -> GroupInfo | None:
+        """Form the group if the step is due, and all have asked or had the time for it; None if not."""
+        joined = self._joined(search)
+        is_complete = not self._expected(search) - joined.keys()
+        seconds = 0.0 if is_complete else self.min_matchmaking_time
+        return self._assemble(search, joined) if joined and search.seconds_due() >= seconds else None
 
     def _joined(self, search: Search) -> dict[PeerID, _Request]:
         return {
@@ -324,7 +298,7 @@ class StepMatchmaking(Matchmaking):
             for peer_id in self.roster
             if peer_id != self.peer_id
             and peer_id not in self._banned
-            and peer_id not in search.unreachable
+            and peer_id not in search.failures
             and self._absences[peer_id] < MAX_ABSENCES
         }
 
@@ -375,56 +349,47 @@ class StepMatchmaking(Matchmaking):
                 async with asyncio.timeout(self.request_timeout):
                     message = await anext(stream)
                 if message.code == averaging_pb2.ACCEPTED:
-                    if self._is_asked_by(leader, control.number):
+                    joined = self._joined(search)
+                    if leader in joined and rank(control.number, self.peer_id) < rank(control.number, leader):
                         return None  # the peers have asked each other: the better candidate leads
-                    self._leader = leader
-                    self._redirect(leader, control.number)
+                    search.leader = leader
+                    for peer_id, asked in joined.items():
+                        asked.answer.set_result(None if peer_id == leader else leader)
                     message = await self._await_begin(stream, search)
         except (TimeoutError, StopAsyncIteration, P2PDaemonError, P2PHandlerError, OSError) as error:
             logger.debug(f"{leader} does not lead step {control.number}: {error!r}")
-            search.unreachable[leader] = time.monotonic()
+            search.failures[leader] = time.monotonic(), "could not be reached"
             return None
         finally:
-            self._leader = None
+            search.leader = None
         if message.code == averaging_pb2.BEGIN_ALLREDUCE:
             if (group := self._parse_group(message, control.number)) is None:
                 logger.warning(f"{leader} formed an invalid group, such as one without this peer")
                 search.given_up.add(leader)
             return group
-        search.refused[leader] = averaging_pb2.MessageCode.Name(message.code)
-        search.unreachable[leader] = time.monotonic()
+        search.failures[leader] = time.monotonic(), averaging_pb2.MessageCode.Name(message.code)
         suggested = _read_peer_id(message.suggested_leader)
         if redirected or suggested in {None, self.peer_id, leader, *search.given_up} or suggested in self._banned:
             return None
         return await self._follow(search, suggested, redirected=True)
 
-    def _is_asked_by(self, leader: PeerID, number: int) -> bool:
-        """Whether the leader has itself asked this peer, and this peer is the better candidate."""
-        request = self._requests.get(leader)
-        has_asked = request is not None and request.number == number and not request.answer.done()
-        return has_asked and rank(number, self.peer_id) < rank(number, leader)
-
     async def _await_begin(
         self, stream: AsyncIterator[averaging_pb2.MessageFromLeader], search: Search
     ) -> averaging_pb2.MessageFromLeader:
         """Wait for the leader's next message; TimeoutError long after the step was due: the leader may be frozen."""
-        # No second task: `await task` cannot tell a cancellation of the search from that of the task.
+        message, until = asyncio.ensure_future(anext(stream)), math.inf
         try:
-            async with asyncio.timeout(None) as search.patience:
-                if search.triggered_at is not None:
-                    self._limit_patience(search)
-                return await anext(stream)
-        except TimeoutError:
-            search.given_up.add(self._leader)
-            raise
+            while not message.done():
+                if time.monotonic() >= until:
+                    search.given_up.add(search.leader)
+                    raise TimeoutError
+                if search.seconds_due() >= 0:
+                    until = min(until, time.monotonic() + self.min_matchmaking_time + LEADER_MARGIN)
+                await asyncio.wait({message}, timeout=POLL_SECONDS)
+            return message.result()
         finally:
-            search.patience = None
-
-    def _limit_patience(self, search: Search) -> None:
-        """Let the search abandon its leader, if it has one, some time from now on."""
-        if search.patience is not None and not search.patience.expired():
-            now = asyncio.get_running_loop().time()
-            search.patience.reschedule(now + self.min_matchmaking_time + LEADER_MARGIN)
+            message.cancel()
+            await asyncio.wait({message})  # a stream cannot be closed while something waits for its next message
 
     def _parse_group(self, message: averaging_pb2.MessageFromLeader, number: int) -> GroupInfo | None:
         content, gathered = message.ordered_peer_ids, tuple(message.gathered)
@@ -441,12 +406,6 @@ class StepMatchmaking(Matchmaking):
         return None
 
     # Answers to other peers
-
-    def _redirect(self, leader: PeerID, number: int) -> None:
-        """Redirect the peers that have asked this peer to the leader that has accepted it."""
-        for peer_id, request in self._requests.items():
-            if request.number == number and not request.answer.done():
-                request.answer.set_result(None if peer_id == leader else leader)
 
     def _refuse(self, request: averaging_pb2.JoinRequest, peer_id: PeerID) -> int | None:
         """Return the code to refuse a request with; None to accept it."""
@@ -478,18 +437,16 @@ class StepMatchmaking(Matchmaking):
             yield averaging_pb2.MessageFromLeader(code=code)
             return
         number = parse_group_key(self._prefix, request.group_key)
-        if self._leader is not None and self._search is not None and self._search.control.number == number:
-            yield averaging_pb2.MessageFromLeader(
-                code=averaging_pb2.NOT_A_LEADER, suggested_leader=self._leader.to_bytes()
-            )
-            return
         entry = _Request(number, request.gather, request.client_mode, asyncio.get_running_loop().create_future())
         if (before := self._requests.get(peer_id)) is not None and not before.answer.done():
             before.answer.set_result(None)
         self._requests[peer_id] = entry
-        self._changed.set()
+        search = self._search
+        if search is not None and search.leader is not None and search.control.number == number:
+            entry.answer.set_result(search.leader)
         try:
-            yield averaging_pb2.MessageFromLeader(code=averaging_pb2.ACCEPTED)
+            if not entry.answer.done():
+                yield averaging_pb2.MessageFromLeader(code=averaging_pb2.ACCEPTED)
             answer = await entry.answer
             if isinstance(answer, GroupInfo):
                 yield averaging_pb2.MessageFromLeader(
@@ -499,9 +456,9 @@ class StepMatchmaking(Matchmaking):
                     gathered=answer.gathered,
                 )
             else:
+                code = averaging_pb2.NOT_A_LEADER if answer else averaging_pb2.GROUP_DISBANDED
                 suggested = answer.to_bytes() if answer else b""
-                yield averaging_pb2.MessageFromLeader(code=averaging_pb2.GROUP_DISBANDED, suggested_leader=suggested)
+                yield averaging_pb2.MessageFromLeader(code=code, suggested_leader=suggested)
         finally:
             if self._requests.get(peer_id) is entry:
                 del self._requests[peer_id]
-                self._changed.set()

@@ -47,11 +47,12 @@ class Control:
         if is_due:
             self._trigger.set()
 
-    async def wait_for_trigger(self) -> None:
-        await self._trigger.wait()
-
     def allow_allreduce(self) -> None:
         self._trigger.set()
+
+    @property
+    def triggered(self) -> bool:
+        return self._trigger.is_set()
 
     def done(self) -> bool:
         return False
