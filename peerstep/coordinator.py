@@ -3,7 +3,6 @@
 import threading
 import time
 from dataclasses import dataclass, field
-from enum import Enum
 
 from hivemind.averaging.control import AveragingStage
 from hivemind.utils import get_logger
@@ -11,7 +10,7 @@ from hivemind.utils import get_logger
 from peerstep.clock import run_time
 from peerstep.matchmaking import RoundControl
 from peerstep.progress import ProgressTracker
-from peerstep.rounds import RoundAverager, RoundResult
+from peerstep.rounds import Outcome, RoundAverager, RoundResult
 
 logger = get_logger(__name__)
 
@@ -21,17 +20,6 @@ POLL_SECONDS = 0.05
 LOOK_SECONDS, MAX_LOOK_SECONDS = 0.5, 2.0
 # Time for which the reports must give the same reason before a search is abandoned.
 GRACE_SECONDS = 1.0
-
-
-class Outcome(Enum):
-    """Outcome of the round of a global step at this peer."""
-
-    AVERAGED = "averaged"
-    ALONE = "alone"  # there is no other trainer
-    MISSED = "missed"  # the other trainers have completed the step without this peer
-    FAILED = "failed"  # there are other trainers, but no round with them succeeded
-    STOPPED = "stopped"
-    CAUGHT_UP = "caught up"  # this peer has no round of the step: it has downloaded a state, or skipped steps
 
 
 @dataclass(frozen=True)
@@ -111,42 +99,37 @@ class RoundCoordinator:
         if control is not None:
             control.call_off()
 
-    def average(self, number: int, weight: float) -> tuple[Outcome, RoundResult | None]:
-        """Run the round of a step, after `tracker.begin_step`. Return the outcome, and the result if AVERAGED."""
+    def average(self, number: int, weight: float) -> RoundResult:
+        """Run the round of a step, after `tracker.begin_step`."""
         self._number, self.num_attempts, self.last_error, self.has_sent = number, 0, "", False
         self.update_roster()
         deadline = time.monotonic() + self._timeout
         try:
-            while True:
-                self.num_attempts += 1
-                outcome, result = self._attempt(number, 0.0 if self.has_sent else weight, deadline)
-                if outcome is not None:
-                    break
+            while (result := self._attempt(number, weight, deadline)) is None:
                 time.sleep(POLL_SECONDS)
         finally:
             self._number, control = None, self._control
             self.call_off()
             self.has_sent |= control is not None and control.began_allreduce
-        if outcome == Outcome.AVERAGED:
+        if result.outcome == Outcome.AVERAGED:
             self._timeout = self.averaging_timeout
-        elif outcome == Outcome.FAILED:  # the other peers may be unreachable: spend less time on the next step
+        elif result.outcome == Outcome.FAILED:  # the other peers may be unreachable: spend less time on the next step
             self._timeout = max(self._timeout / 2, 1.5 * self.matchmaking_time)
-        return outcome, result
+        return result
 
-    def _attempt(self, number: int, weight: float, deadline: float) -> tuple[Outcome | None, RoundResult | None]:
-        """Search for a group and average in it. The outcome is None if the attempt failed and can be repeated."""
+    def _attempt(self, number: int, weight: float, deadline: float) -> RoundResult | None:
+        """Search for a group and average in it; None if the attempt failed and can be repeated."""
+        self.num_attempts += 1
         control = self._control
         if control is None or control.done() or control.number != number:
-            if (outcome := self._reason_to_give_up(number, deadline)) is not None:
-                return outcome, None
+            if (reason := self._reason_to_give_up(number, deadline)) is not None:
+                return RoundResult(reason)
             control = self._schedule(number, max(1.0, deadline - time.monotonic()))
-        control.weight = weight
+        control.weight = 0.0 if self.has_sent else weight
         control.allow_allreduce()
         reason, since, look_at, look_seconds = None, 0.0, time.monotonic(), LOOK_SECONDS
-        while not control.done():
+        while not (control.done() or self._stopped.is_set()):
             now = time.monotonic()
-            if self._stopped.is_set():
-                return Outcome.STOPPED, None
             if now >= look_at + look_seconds:
                 look_at, look_seconds = now, min(2 * look_seconds, MAX_LOOK_SECONDS)
                 self.tracker.refresh_in(0.0)
@@ -154,18 +137,18 @@ class RoundCoordinator:
                 before, reason = reason, self._reason_to_give_up(number, deadline)
                 since = since if reason == before else now
                 if reason is not None and now >= since + GRACE_SECONDS:
-                    return reason, None
+                    return RoundResult(reason)
             time.sleep(POLL_SECONDS)
         if self._stopped.is_set():
-            return Outcome.STOPPED, None
+            return RoundResult(Outcome.STOPPED)
         self._control = None
         try:
-            return Outcome.AVERAGED, control.result(timeout=0)
+            return control.result(timeout=0)
         except BaseException as error:
             self.has_sent |= control.began_allreduce
             self.last_error = str(error) or type(error).__name__
             logger.warning(f"The round of step #{number} failed: {self.last_error}")
-            return None, None
+            return None
 
     def _reason_to_give_up(self, number: int, deadline: float) -> Outcome | None:
         if self._stopped.is_set():

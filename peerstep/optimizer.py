@@ -428,21 +428,21 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         # A fast peer computes more samples than the bound in a slow round: they are the mean of more than they count.
         weight = min(float(samples), self.grad_averager.max_weight)
         self.grad_averager.learning_rate.value = self.param_groups[0]["lr"]
-        outcome, result = self.coordinator.average(step, weight)
+        result = self.coordinator.average(step, weight)
         averaged = time.monotonic()
         self._in_round = False
         self._progressed.set()
-        if outcome == Outcome.STOPPED:
+        if result.outcome == Outcome.STOPPED:
             return
         with self._update_lock:
-            carried = self._apply_outcome(step, samples, outcome, result)
+            carried = self._apply_outcome(step, samples, result)
         seconds = {"load": loaded - started, "round": averaged - loaded, "update": time.monotonic() - averaged}
-        if outcome != Outcome.ALONE:
-            self.recent_rounds.append(result is not None and result.received == 1 and not result.missed)
+        if result.outcome != Outcome.ALONE:
+            self.recent_rounds.append(result.received == 1 and not result.missed)
             self._round_times.append((averaged, averaged - loaded))
-        self._log_round(step, samples, outcome, result, seconds)
+        self._log_round(step, samples, result, seconds)
         self._report_step(carried)
-        if outcome != Outcome.FAILED:
+        if result.outcome != Outcome.FAILED:
             self.share_state()
 
     def _report_step(self, samples: int) -> None:
@@ -451,12 +451,12 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         standing = {"distance": min(self.distance, MAX_DISTANCE), "marks": self.state_averager.marks, "away": is_away}
         self.tracker.complete_step(self.local_epoch, samples, **standing)
 
-    def _apply_outcome(self, step: int, samples: int, outcome: Outcome, result: RoundResult | None) -> int:
+    def _apply_outcome(self, step: int, samples: int, result: RoundResult) -> int:
         """Bring the training state to a step. Return the samples carried over into the next one."""
-        if outcome == Outcome.FAILED:
-            self._records.append(StepRecord(step, outcome, error=self.coordinator.last_error))
+        if result.outcome == Outcome.FAILED:
+            self._records.append(StepRecord(step, result.outcome, error=self.coordinator.last_error))
             return self._keep_samples(step, samples)
-        if outcome == Outcome.MISSED:
+        if result.outcome == Outcome.MISSED:
             self.state_averager.local_epoch = step
             self._num_failures, self._num_stuck = self._num_failures + 1, 0
             self.distance += 1
@@ -465,13 +465,13 @@ class CollaborativeOptimizer(hivemind.Optimizer):
                     f"This peer has missed {MAX_FAILURES} rounds in a row: it reaches the DHT, but no trainer that "
                     "leads a round. See docs/networking.md. It keeps trying, and the others do not wait for it"
                 )
-            self._records.append(StepRecord(step, outcome))
+            self._records.append(StepRecord(step, result.outcome))
             return self._carry_over(step, samples)
         self.accumulator.confirm()
         self._num_failures = self._num_stuck = 0
         used = round(min(samples, self.grad_averager.max_weight))
         parameters, kind = None, self.accumulator.name
-        if outcome == Outcome.AVERAGED:
+        if result.outcome == Outcome.AVERAGED:
             self.tracker.record_members(result.members, result.violations)
             used = round(result.weight) if result.distance <= LACKING else None
             parameters = self._take_parameters(step, result)
@@ -495,7 +495,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         self.state_averager.apply_update(step, parameters)
         self.state_averager.local_epoch = step
         self._has_update = True
-        self._records.append(StepRecord(step, outcome, used))
+        self._records.append(StepRecord(step, result.outcome, used))
         return self.accumulator.num_samples
 
     def _keep_samples(self, step: int, samples: int) -> int:
@@ -559,16 +559,13 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         self.state_averager.marks = add_mark(self.state_averager.marks, step, mark_id, self._num_alone)
         self._num_alone = self._num_alone + 1 if is_alone else 0
 
-    def _log_round(
-        self, step: int, samples: int, outcome: Outcome, result: RoundResult | None, seconds: dict[str, float]
-    ) -> None:
+    def _log_round(self, step: int, samples: int, result: RoundResult, seconds: dict[str, float]) -> None:
         if self.on_round is None:
             return
-        result = result or RoundResult(members=[], received=0.0, weights={})
         entry = {
             "time": time.time(),
             "step": step,
-            "outcome": outcome.value,
+            "outcome": result.outcome.value,
             "samples": samples,
             "attempts": self.coordinator.num_attempts,
             "error": self.coordinator.last_error,

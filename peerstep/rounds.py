@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import partial
 from itertools import chain
 from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
@@ -62,13 +63,26 @@ MAX_FIRST_BYTES = 256  # of the first message of such a stream, which has no par
 MAX_KEPT_ROUNDS = 64  # newest rounds of this peer of which it knows that they have ended
 
 
-@dataclass
-class RoundResult:
-    """Result of a round at this peer."""
+class Outcome(Enum):
+    """Outcome of the round of a global step at this peer."""
 
-    members: Sequence[PeerID]
-    received: float  # fraction of the gradients whose average arrived
-    weights: dict[PeerID, float]  # samples of the senders, known only if this peer reduces gradients
+    AVERAGED = "averaged"
+    ALONE = "alone"  # there is no other trainer
+    MISSED = "missed"  # the other trainers have completed the step without this peer
+    FAILED = "failed"  # there are other trainers, but no round with them succeeded
+    STOPPED = "stopped"
+    CAUGHT_UP = "caught up"  # this peer has no round of the step: it has downloaded a state, or skipped steps
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """What came of the round of a global step at this peer. Without an average, only the outcome is set."""
+
+    outcome: Outcome
+    members: Sequence[PeerID] = ()
+    received: float = 0.0  # fraction of the gradients whose average arrived
+    # Samples of the senders, known only if this peer reduces gradients
+    weights: dict[PeerID, float] = field(default_factory=dict)
     weight: float = 0.0  # of this peer's samples
     missed: dict[PeerID, str] = field(default_factory=dict)  # peers of the roster outside of the group -> reason
     violations: dict[PeerID, str] = field(default_factory=dict)  # of the members that were banned for them
@@ -299,6 +313,7 @@ class RoundAverager(SafeAverager):
         if self._measures and (received >= 0.5 or runner.was_late):  # otherwise others may have kept it from sending
             self._claim_measured(meter.rate)
         return RoundResult(
+            Outcome.AVERAGED,
             members=group.peer_ids,
             received=received,
             weights=runner.reducer.weights,

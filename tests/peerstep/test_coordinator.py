@@ -9,7 +9,10 @@ from hivemind.averaging.control import AveragingStage
 
 from cotrain.common.json_file import JsonLinesFile
 from peerstep import coordinator as coordinator_module
-from peerstep.coordinator import GRACE_SECONDS, Outcome, RoundCoordinator
+from peerstep.coordinator import GRACE_SECONDS, RoundCoordinator
+from peerstep.rounds import Outcome, RoundResult
+
+RESULT = RoundResult(Outcome.AVERAGED)
 
 
 class FakeControl:
@@ -115,7 +118,7 @@ def parts(clock) -> Parts:
 def test_search_ends_once_the_others_have_completed_the_step_or_left(parts, clock, done, outcome):
     coordinator, tracker, averager = parts
     clock.at(1.0, lambda: vars(tracker).update(others=0, done=done))
-    assert coordinator.average(5, 8.0)[0] == outcome
+    assert coordinator.average(5, 8.0).outcome == outcome
     (control,) = averager.controls
     assert 1 < clock.now < 2 + GRACE_SECONDS and control.is_called_off
     assert tracker.num_looks > 0, "it keeps looking at the reports"
@@ -125,11 +128,11 @@ def test_trainer_takes_no_step_alone_while_another_side_may_outrank_it(parts, cl
     coordinator, tracker, averager = parts
     tracker.others, tracker.is_outranked = 0, True
     clock.at(20.0, lambda: setattr(tracker, "rival", "a trainer of the other side"))
-    assert coordinator.average(5, 8.0)[0] == Outcome.MISSED and averager.controls[0].is_called_off
+    assert coordinator.average(5, 8.0).outcome == Outcome.MISSED and averager.controls[0].is_called_off
     assert clock.now > 20
     tracker.rival, tracker.is_outranked, averager.requested_number.value = None, False, 5
     clock.at(20.0, lambda: setattr(averager.requested_number, "value", -1))  # the peer that has asked has left
-    assert coordinator.average(5, 8.0)[0] == Outcome.ALONE
+    assert coordinator.average(5, 8.0).outcome == Outcome.ALONE
     assert clock.now > 40
 
 
@@ -141,8 +144,8 @@ def test_revoked_report_does_not_end_the_search(parts, clock):
         clock.at(0.7 * GRACE_SECONDS, report)
 
     clock.at(0.1, report)
-    clock.at(10 * GRACE_SECONDS, lambda: averager.controls[-1].finish("result"))
-    assert coordinator.average(5, 8.0)[0] == Outcome.AVERAGED
+    clock.at(10 * GRACE_SECONDS, lambda: averager.controls[-1].finish(RESULT))
+    assert coordinator.average(5, 8.0).outcome == Outcome.AVERAGED
 
 
 def test_running_all_reduce_is_not_abandoned(parts, clock):
@@ -155,23 +158,23 @@ def test_running_all_reduce_is_not_abandoned(parts, clock):
         tracker.others, tracker.done = 0, 2
 
     clock.at(1.0, begin)
-    clock.at(50.0, lambda: averager.controls[0].finish("result"))
-    assert coordinator.average(5, 8.0) == (Outcome.AVERAGED, "result") and clock.now >= 50
+    clock.at(50.0, lambda: averager.controls[0].finish(RESULT))
+    assert coordinator.average(5, 8.0) is RESULT and clock.now >= 50
 
 
 def test_lone_peer_skips_matchmaking(parts):
     coordinator, tracker, averager = parts
     tracker.others = 0
     coordinator.look_ahead()
-    assert coordinator.average(5, 8.0)[0] == Outcome.ALONE
+    assert coordinator.average(5, 8.0).outcome == Outcome.ALONE
     assert not averager.controls
 
 
 def test_failed_round_is_retried_for_the_same_step(parts, clock):
     coordinator, _, averager = parts
     clock.at(1.0, lambda: averager.controls[0].finish(RuntimeError("a member left")))
-    clock.at(2.0, lambda: averager.controls[1].finish("result"))
-    assert coordinator.average(5, 8.0) == (Outcome.AVERAGED, "result")
+    clock.at(2.0, lambda: averager.controls[1].finish(RESULT))
+    assert coordinator.average(5, 8.0) is RESULT
     assert [control.number for control in averager.controls] == [5, 5]
     assert coordinator.num_attempts == 2 and "a member left" in coordinator.last_error
     assert averager.controls[1].weight == 8.0 and not coordinator.has_sent, "no member has seen the contribution"
@@ -188,7 +191,7 @@ def test_contribution_that_members_may_have_used_counts_no_second_time(parts, cl
 
     clock.at(1.0, begin)
     clock.at(2.0, lambda: vars(tracker).update(others=0, done=2))
-    assert coordinator.average(5, 8.0)[0] == Outcome.MISSED and coordinator.has_sent
+    assert coordinator.average(5, 8.0).outcome == Outcome.MISSED and coordinator.has_sent
     assert [control.weight for control in averager.controls] == ([8.0, 0.0] if fails else [8.0])
 
 
@@ -197,20 +200,20 @@ def test_timeout_halves_with_each_failed_step(parts, clock, monkeypatch):
 
     def seconds_of_a_step() -> float:
         started = clock.now
-        assert coordinator.average(5, 8.0)[0] == Outcome.FAILED
+        assert coordinator.average(5, 8.0).outcome == Outcome.FAILED
         return clock.now - started - GRACE_SECONDS
 
     assert [round(seconds_of_a_step()) for _ in range(4)] == [60, 30, 15, 8], "the last is 1.5 matchmaking times"
     with monkeypatch.context() as patch:
-        patch.setattr(FakeControl, "done", lambda _control: True)
-        assert coordinator.average(5, 8.0)[0] == Outcome.AVERAGED
+        patch.setattr(FakeControl, "done", lambda control: control.finish(RESULT) or True)
+        assert coordinator.average(5, 8.0).outcome == Outcome.AVERAGED
     assert round(seconds_of_a_step()) == 60, "a round has succeeded"
 
 
 def test_stop_ends_a_round_at_once(parts, clock):
     coordinator, _, averager = parts
     clock.at(1.0, coordinator.stop)
-    assert coordinator.average(5, 8.0)[0] == Outcome.STOPPED and averager.controls[0].is_called_off
+    assert coordinator.average(5, 8.0).outcome == Outcome.STOPPED and averager.controls[0].is_called_off
     assert clock.now < 1.5
 
 
@@ -226,8 +229,8 @@ def test_matchmaking_begins_ahead_of_the_step(parts, clock):
     assert not coordinator.has_group
     averager.controls[0].has_group = True
     assert coordinator.has_group
-    clock.at(1.0, lambda: averager.controls[0].finish("result"))
-    assert coordinator.average(5, 8.0)[0] == Outcome.AVERAGED and len(averager.controls) == 1
+    clock.at(1.0, lambda: averager.controls[0].finish(RESULT))
+    assert coordinator.average(5, 8.0).outcome == Outcome.AVERAGED and len(averager.controls) == 1
 
 
 def test_search_for_an_outdated_step_is_cancelled(parts):

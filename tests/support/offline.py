@@ -70,12 +70,12 @@ class Rounds:
         self.weights: list[float] = []
         self.contribution: list[torch.Tensor] = []
 
-    def average(self, step: int, weight: float) -> tuple[Outcome, RoundResult | None]:
+    def average(self, step: int, weight: float) -> RoundResult:
         self.weights.append(weight)
         self.contribution = [gradient.clone() for gradient in self.averager.gradients]
         self.during()
         if self.outcome != Outcome.AVERAGED:
-            return self.outcome, None
+            return RoundResult(self.outcome)
         averager = self.averager
         for average in averager.gradients:
             average.fill_(self.gradients)
@@ -84,8 +84,8 @@ class Rounds:
         members = [averager.dht.peer_id, self.other or averager.dht.peer_id]
         parameters = self.received if self.is_given or averager.includes_parameters(step) else None
         distance = self.optimizer.distance
-        return self.outcome, RoundResult(
-            members, self.received, {}, weight, received_parameters=parameters, distance=distance,
+        return RoundResult(
+            self.outcome, members, self.received, {}, weight, received_parameters=parameters, distance=distance,
             group_id=bytes([step] * 20), was_late=self.was_late, is_far=self.is_far,
         )  # fmt: skip
 
