@@ -68,27 +68,18 @@ class BlockwiseCompression(CodedCompression):
 
     block_size: int
 
-    @property
-    def code(self) -> int:
-        return self.bits
-
     def num_bytes(self, numel: int) -> int:
         return 1 + 2 * math.ceil(numel / self.block_size) + math.ceil(numel * self.bits / 8)
 
-    def quantize(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scales, bfloat16 of shape (blocks), and the codes, uint8 of shape (blocks, block_size)."""
-        values = torch.nn.functional.pad(values, (0, -len(values) % self.block_size)).view(-1, self.block_size)
-        largest = torch.linalg.vector_norm(values, math.inf, dim=1, keepdim=True).bfloat16().float()
-        values = values / largest.masked_fill(largest == 0, 1.0)
-        codes = self._encode(values)
+    def encode(self, values: torch.Tensor) -> bytes:
+        blocks = torch.nn.functional.pad(values, (0, -len(values) % self.block_size)).view(-1, self.block_size)
+        largest = torch.linalg.vector_norm(blocks, math.inf, dim=1, keepdim=True).bfloat16().float()
+        blocks = blocks / largest.masked_fill(largest == 0, 1.0)
+        codes = self._encode(blocks)
         # The scale with the least squared error for these codes. The restored block is then a projection.
         levels = self._levels(codes)
-        factors = (levels * values).sum(1) / levels.square().sum(1).clamp_min_(1.0)
-        return (largest.squeeze(1) * factors).bfloat16(), codes
-
-    def encode(self, values: torch.Tensor) -> bytes:
-        scales, codes = self.quantize(values)
-        codes = codes.flatten()[: len(values)]
+        factors = (levels * blocks).sum(1) / levels.square().sum(1).clamp_min_(1.0)
+        scales, codes = (largest.squeeze(1) * factors).bfloat16(), codes.flatten()[: len(values)]
         if self.bits == 4:
             codes = torch.nn.functional.pad(codes, (0, len(codes) % 2))
             codes = codes[::2] | codes[1::2] << 4
@@ -117,7 +108,8 @@ class Blockwise8Bit(BlockwiseCompression):
     hivemind's UNIFORM_8BIT has errors of 1.6 % and 29 %.
     """
 
-    bits, block_size = 8, 256
+    code = bits = 8
+    block_size = 256
 
     def _encode(self, values: torch.Tensor) -> torch.Tensor:
         return (values * 127.0).round_().clamp_(-127.0, 127.0).add_(128.0).nan_to_num_(0.0).to(torch.uint8)
@@ -133,7 +125,8 @@ class Blockwise4Bit(BlockwiseCompression):
     have errors of 11 % and 18 % (from -7 to 7), or of 9 % and 13 % at 4.5 bits (from the least to the largest value).
     """
 
-    bits, block_size = 4, 64
+    code = bits = 4
+    block_size = 64
     LEVELS = torch.tensor([
         -1.0, -0.6961928, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.09105004, 0.0,
         0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.5626170, 0.72295684, 1.0,
