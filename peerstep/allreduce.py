@@ -27,7 +27,6 @@ from hivemind.p2p import PeerID
 from hivemind.p2p.servicer import StubBase
 from hivemind.proto import averaging_pb2
 from hivemind.utils import get_logger
-from hivemind.utils.asyncio import amap_in_executor
 
 from peerstep.bounds import ANSWERED_FACTOR, ANSWERED_NORM, MIN_WEIGHT, Bounds, norm_of
 from peerstep.neighbours import REPORTED
@@ -214,32 +213,19 @@ class AllReduce:
         """Compress this peer's values for a reducer. The number of a part is in the field `chunks`.
 
         The first message has none: on a slow link the reducer knows of its sender before the first part has arrived.
-        """
-        yield averaging_pb2.AveragingData(code=averaging_pb2.PART_FOR_AVERAGING, group_id=self.group_id)
-
-        def compress(index: int) -> averaging_pb2.AveragingData:
-            part = remote.parts[index]
-            tensor = part.compress(part.own)
-            tensor.chunks = index
-            return averaging_pb2.AveragingData(
-                code=averaging_pb2.PART_FOR_AVERAGING, group_id=self.group_id, tensor_part=tensor, weight=part.weight
-            )
-
-        async for message in amap_in_executor(compress, self._open_parts(remote)):
-            yield message
-            now = time.monotonic()
-            self._may_send_at = max(now, self._may_send_at) + len(message.tensor_part.buffer) / self._upload
-            await asyncio.sleep(self._may_send_at - now)
-
-    async def _open_parts(self, remote: _Remote) -> AsyncIterator[int]:
-        """Iterate over the parts that a reducer has not closed.
-
         After a part that was closed without it, this peer continues with one that it can deliver in time: halfway.
         """
-        index = 0
+        kind = {"code": averaging_pb2.PART_FOR_AVERAGING, "group_id": self.group_id}
+        yield averaging_pb2.AveragingData(**kind)
+        loop, index = asyncio.get_running_loop(), 0
         while index < len(remote.parts):
-            remote.num_opened = index + 1
-            yield index
+            part, remote.num_opened = remote.parts[index], index + 1
+            tensor = await loop.run_in_executor(None, part.compress, part.own)
+            tensor.chunks = index
+            yield averaging_pb2.AveragingData(**kind, tensor_part=tensor, weight=part.weight)
+            now = time.monotonic()
+            self._may_send_at = max(now, self._may_send_at) + len(tensor.buffer) / self._upload
+            await asyncio.sleep(self._may_send_at - now)
             index += 1
             if index < remote.num_closed:
                 index = (remote.num_closed + len(remote.parts)) // 2
