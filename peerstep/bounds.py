@@ -19,7 +19,7 @@ ANSWERED_NORM = 4.0
 
 
 class ViolationError(ValueError):
-    """Raised for what no honest peer sends, whatever others have sent to it: it is banned for it."""
+    """A value that no honest peer sends, even after hostile input. Its sender is banned."""
 
 
 @dataclass(frozen=True)

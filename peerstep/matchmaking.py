@@ -32,6 +32,7 @@ from peerstep.progress_record import MAX_DISTANCE
 
 logger = get_logger(__name__)
 
+_CLAIMS = struct.Struct("<dd?")
 MAX_HELD_REQUESTS, MAX_REQUEST_BYTES = 1024, 1024  # 1 MiB in all; the ID of a run has at most 400 bytes
 LEADER_MARGIN = 2.0  # seconds after which a leader that should have begun is abandoned
 RETRY_SECONDS = 1.0  # before an unreachable leader is asked again
@@ -40,16 +41,14 @@ KNOWN_SECONDS = 180.0  # for which a peer that was in a roster is no stranger; i
 MAX_ABSENCES = 2  # consecutive rounds that a peer may miss before leaders stop waiting for it
 MAX_SILENCES, SPARE_SECONDS = 2, 600.0  # rounds after which a silent reducer gets no share, and for how long
 MAX_BANDWIDTH = 1e9  # bound on a member's claim; only ratios matter
-MAX_CLAIM_BYTES = 64  # they have 20
+MAX_STEP_DIGITS = 18  # of the number of a step in a request
 NONCE_BYTES = 8  # of the ID of a group
 
 
 class RoundControl(StepControl):
-    """StepControl with the number of its global step, which is sent to the averager's process beside it."""
+    """Handle of the round of a global step. The averager's process receives a copy, and `number` beside it."""
 
-    def __init__(self, *args, number: int, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.number = number
+    number: int  # of the step; hivemind pickles a handle without further attributes
 
     @property
     def triggered(self) -> bool:
@@ -79,7 +78,7 @@ class Claims:
     is_settling: bool = False  # whether its optimizer statistics lack updates that its parameters have
 
     def pack(self) -> bytes:
-        return MSGPackSerializer.dumps([self.bandwidth, self.distance, self.is_settling])
+        return _CLAIMS.pack(self.bandwidth, self.distance, self.is_settling)
 
 
 @dataclass(frozen=True)
@@ -113,8 +112,7 @@ class _Request:
     """Request of another peer to join this peer's group."""
 
     number: int
-    gather: bytes
-    is_client: bool
+    claims: Claims
     answer: asyncio.Future  # of the group, of the leader to ask instead, or of None (no group)
 
 
@@ -123,15 +121,9 @@ def rank(number: int, peer_id: PeerID) -> bytes:
     return hashlib.sha256(struct.pack("q", number) + peer_id.to_bytes()).digest()
 
 
-def group_key(prefix: str, number: int) -> str:
-    """Return the matchmaking key of a global step, in hivemind's format."""
-    return f"{prefix}.0b{number:b}"
-
-
-def parse_group_key(prefix: str, key: str) -> int | None:
-    """Return the global step of a matchmaking key; None if the key does not belong to this run."""
-    head, _, bits = key.partition(".0b")
-    return int(bits, 2) if head == prefix and 0 < len(bits) <= 62 and not set(bits) - {"0", "1"} else None
+def parse_step(key: str) -> int | None:
+    """Return the global step that a request names as its group's key; None if it names none."""
+    return int(key) if len(key) <= MAX_STEP_DIGITS and key.isascii() and key.isdigit() else None
 
 
 def make_group_id(nonce: bytes, number: int, peer_ids: Sequence[PeerID], gathered: Sequence[bytes]) -> bytes:
@@ -143,15 +135,12 @@ def make_group_id(nonce: bytes, number: int, peer_ids: Sequence[PeerID], gathere
 def parse_claims(gathered: bytes) -> Claims:
     """Return what a member claims; ValueError if it is malformed."""
     try:
-        if len(gathered) > MAX_CLAIM_BYTES:  # the leader sends them to all members, in a message of at most 4 MiB
-            raise ValueError(f"{len(gathered)} bytes")
-        bandwidth, distance, is_settling = MSGPackSerializer.loads(gathered)
-        claims = Claims(float(bandwidth), float(distance), bool(is_settling))
-        if not (0 <= claims.bandwidth <= MAX_BANDWIDTH and 0 <= claims.distance <= MAX_DISTANCE):
-            raise ValueError("out of range")
-        return claims
-    except Exception as error:  # the bytes are another peer's
-        raise ValueError(f"malformed claims: {error!r:.100}") from None
+        claims = Claims(*_CLAIMS.unpack(gathered))
+    except struct.error as error:
+        raise ValueError(f"malformed claims: {error}") from None
+    if not (0 <= claims.bandwidth <= MAX_BANDWIDTH and 0 <= claims.distance <= MAX_DISTANCE):
+        raise ValueError("claims out of range")
+    return claims
 
 
 def _read_peer_id(content: bytes) -> PeerID | None:
@@ -235,16 +224,12 @@ class StepMatchmaking(Matchmaking):
 
     def _on_group(self, group: GroupInfo, search: Search) -> None:
         missed = self.roster.keys() - {*group.peer_ids, self.peer_id}
-        self.missed = {peer_id: self._why_missed(peer_id, search) for peer_id in missed}
+        reasons = {peer_id: reason for peer_id, (_, reason) in search.failures.items()}
+        reasons |= {peer_id: "banned" for peer_id in missed if peer_id in self._banned}
+        self.missed = {peer_id: reasons.get(peer_id, "did not ask to join") for peer_id in missed}
         self._absences.update(missed)
         for peer_id in group.peer_ids:
             self._absences.pop(peer_id, None)
-
-    def _why_missed(self, peer_id: PeerID, search: Search) -> str:
-        if peer_id in self._banned:
-            return "banned"
-        _, reason = search.failures.get(peer_id, (0.0, "did not ask to join"))
-        return reason
 
     def _candidates(self, search: Search) -> list[PeerID]:
         """Return the peers that may lead, best first. Peers new to the run may lead only if there are no others."""
@@ -309,27 +294,23 @@ class StepMatchmaking(Matchmaking):
         if known := self._known.keys() & joined.keys():
             for stranger in joined.keys() - known:
                 joined.pop(stranger).answer.set_result(None)
-        gathered = {peer_id: self._spare(peer_id, request.gather) for peer_id, request in joined.items()}
-        gathered[self.peer_id] = search.control.data_for_gather
-        peer_ids = sorted(gathered, key=lambda peer_id: rank(number, peer_id))
-        clients = [peer_id for peer_id in peer_ids if peer_id in joined and joined[peer_id].is_client]
-        nodes = [peer_id for peer_id in peer_ids if peer_id not in clients]
-        num_groups = min(len(nodes), math.ceil(len(peer_ids) / (self.target_group_size or len(peer_ids))))
-        dealt = [*nodes, *clients]  # each group has a peer that accepts connections
+        claims = {peer_id: request.claims for peer_id, request in joined.items()}
+        claims |= {peer_id: replace(claims[peer_id], bandwidth=0.0) for peer_id in joined if peer_id in self._spared}
+        claims[self.peer_id] = parse_claims(search.control.data_for_gather)
+        # Those that reduce nothing, such as clients, come last: each group has a peer that does
+        dealt = sorted(claims, key=lambda peer_id: (claims[peer_id].bandwidth == 0, rank(number, peer_id)))
+        num_reducers = sum(of_peer.bandwidth > 0 for of_peer in claims.values())
+        num_groups = min(num_reducers, math.ceil(len(dealt) / (self.target_group_size or len(dealt))))
         groups, nonce = [], os.urandom(NONCE_BYTES)  # the IDs begin alike: one mark of the step's history
         for index in range(num_groups):
             members = tuple(dealt[index::num_groups])
-            claims = tuple(gathered[peer_id] for peer_id in members)
-            group = GroupInfo(make_group_id(nonce, number, members, claims), members, claims)
+            gathered = tuple(claims[peer_id].pack() for peer_id in members)
+            group = GroupInfo(make_group_id(nonce, number, members, gathered), members, gathered)
             for peer_id in members:
                 if peer_id != self.peer_id:
                     joined[peer_id].answer.set_result(group)
             groups.append(group)
         return next(group for group in groups if self.peer_id in group)
-
-    def _spare(self, peer_id: PeerID, gathered: bytes) -> bytes:
-        """Return the claims of a member, without a share if it was silent."""
-        return replace(parse_claims(gathered), bandwidth=0.0).pack() if peer_id in self._spared else gathered
 
     async def _follow(self, search: Search, leader: PeerID, redirected: bool = False) -> GroupInfo | None:
         """Ask a peer to lead and wait until it begins; None if it does not."""
@@ -337,9 +318,8 @@ class StepMatchmaking(Matchmaking):
         request = averaging_pb2.JoinRequest(
             schema_hash=self.schema_hash,
             expiration=control.deadline,
-            client_mode=self.client_mode,
             gather=control.data_for_gather,
-            group_key=group_key(self._prefix, control.number),
+            group_key=str(control.number),
         )
         try:
             stub = self._servicer_type.get_stub(self._p2p, leader, namespace=self._prefix)
@@ -409,7 +389,7 @@ class StepMatchmaking(Matchmaking):
 
     def _refuse(self, request: averaging_pb2.JoinRequest, peer_id: PeerID) -> int | None:
         """Return the code to refuse a request with; None to accept it."""
-        number = parse_group_key(self._prefix, request.group_key)
+        number = parse_step(request.group_key)
         if number is None:
             return averaging_pb2.BAD_GROUP_KEY
         if request.schema_hash != self.schema_hash:
@@ -436,8 +416,8 @@ class StepMatchmaking(Matchmaking):
         if code is not None:
             yield averaging_pb2.MessageFromLeader(code=code)
             return
-        number = parse_group_key(self._prefix, request.group_key)
-        entry = _Request(number, request.gather, request.client_mode, asyncio.get_running_loop().create_future())
+        number = parse_step(request.group_key)
+        entry = _Request(number, parse_claims(request.gather), asyncio.get_running_loop().create_future())
         if (before := self._requests.get(peer_id)) is not None and not before.answer.done():
             before.answer.set_result(None)
         self._requests[peer_id] = entry

@@ -193,14 +193,13 @@ class RoundAverager(SafeAverager):
         :returns: the handle of the round; set its weight and call `allow_allreduce` once the contribution is loaded
         """
         control = RoundControl(
-            number=number,
             scheduled_time=run_time(),
             deadline=run_time() + timeout,
             allow_retries=False,
             weight=0.0,
             data_for_gather=Claims(0.0 if self.client_mode else self.claim.value, distance, is_settling).pack(),
         )
-        attached = MPFuture()
+        control.number, attached = number, MPFuture()
         self._send("_step", step=control, number=number, future_for_init=attached)
         control.attach(*attached.result(timeout=30.0))
         return control

@@ -29,7 +29,7 @@ from cotrain.dht.run_records import make_validators
 from cotrain.peer.run_config import RunConfig, choose
 from peerstep.comparison import agrees, pack_elements
 from peerstep.history import parse_marks
-from peerstep.matchmaking import Claims, group_key, make_group_id, parse_claims
+from peerstep.matchmaking import Claims, make_group_id, parse_claims
 from peerstep.node import DHTProtocol
 from peerstep.progress_record import parse_progress
 from peerstep.state_download import StateDownload, rank_donors
@@ -56,7 +56,6 @@ from tests.support.dht_records import metric
 LIMIT = DEFAULT_MAX_MSG_SIZE - 100
 MAX_KEPT = 8192  # bytes of what a parser returns, pickled
 TENSOR = torch.ones(300)
-FILLED_CLAIMS = MSGPackSerializer.dumps([100.0, 0.0, "x" * 43])  # as many bytes as claims may have
 GROUPS = [[torch.ones(3000)], [torch.ones(3000)]]
 
 pytestmark = pytest.mark.usefixtures("patches")
@@ -211,10 +210,10 @@ def wire(read: Callable) -> Callable:
 
 
 PARSERS: dict[str, tuple[Callable, Callable, type | None]] = {  # makes a message, reads it, and its protobuf type
-    "claims": (lambda: FILLED_CLAIMS, lambda content: parse_claims(content) and content, None),
+    "claims": (lambda: Claims(1.0).pack(), lambda content: parse_claims(content) and content, None),
     "join request": (
         lambda: averaging_pb2.JoinRequest(
-            schema_hash=b"schema", gather=Claims(1.0).pack(), group_key=group_key("run", 17)
+            schema_hash=b"schema", gather=Claims(1.0).pack(), group_key="17"
         ).SerializeToString(),
         join,
         averaging_pb2.JoinRequest,

@@ -22,9 +22,8 @@ def test_scaler_of_hivemind_is_refused():
 
 def make_control() -> RoundControl:
     trigger, cancel = MPFuture(), MPFuture()  # the first one of a process must not be the control
-    control = RoundControl(
-        number=2**40, scheduled_time=0.0, deadline=math.inf, allow_retries=False, weight=3.0, data_for_gather=b""
-    )
+    control = RoundControl(scheduled_time=0.0, deadline=math.inf, allow_retries=False, weight=3.0, data_for_gather=b"")
+    control.number = 2**40
     control.attach(trigger, cancel)
     return control
 
@@ -49,9 +48,7 @@ def test_round_that_has_timed_out_is_called_off_without_a_warning():
 
 def test_rounds_and_averagers_that_were_not_finished_are_deleted_in_silence():
     """The averager may die before it accepts the round, and memory may lack while it is built."""
-    control = RoundControl(
-        number=1, scheduled_time=0.0, deadline=math.inf, allow_retries=False, weight=3.0, data_for_gather=b""
-    )
+    control = RoundControl(scheduled_time=0.0, deadline=math.inf, allow_retries=False, weight=3.0, data_for_gather=b"")
     control.__del__()
     SafeAverager.__new__(SafeAverager).__del__()
 

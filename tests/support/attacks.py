@@ -16,7 +16,6 @@ import torch
 from hivemind.compression import deserialize_torch_tensor, serialize_torch_tensor
 from hivemind.p2p.p2p_daemon_bindings.control import DEFAULT_MAX_MSG_SIZE
 from hivemind.proto import averaging_pb2
-from hivemind.utils import MSGPackSerializer
 
 from cotrain.training import session
 from peerstep import optimizer, rounds
@@ -25,7 +24,7 @@ from peerstep.allreduce import AllReduce
 from peerstep.bounds import Bounds
 from peerstep.clock import run_time
 from peerstep.coordinator import RoundCoordinator
-from peerstep.matchmaking import MAX_BANDWIDTH, Claims, StepMatchmaking, group_key, parse_claims
+from peerstep.matchmaking import MAX_BANDWIDTH, Claims, StepMatchmaking, parse_claims
 from peerstep.progress import ProgressTracker
 from peerstep.progress_record import MAX_SAMPLES, PeerProgress
 from peerstep.reducer import Reducer
@@ -131,11 +130,11 @@ async def count(stream) -> int:
 
 def flood_requests() -> None:
     """Ask each peer to lead, with claims behind which there are 4 MB: no group can be told of them in one message."""
-    claims = MSGPackSerializer.dumps([100.0, 0.0, "x" * 43])
+    claims = Claims(100.0).pack()
 
     async def ask(self, leader) -> None:
         while True:
-            key = group_key(self._prefix, self.finished_number + 1)
+            key = str(self.finished_number + 1)
             request = averaging_pb2.JoinRequest(
                 schema_hash=self.schema_hash, expiration=run_time() + 60, gather=claims, group_key=key
             )

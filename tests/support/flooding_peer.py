@@ -66,8 +66,9 @@ def list_calls(p2p: P2P, peer: PeerID, run_id: str) -> Iterator:
         part = averaging_pb2.AveragingData(code=averaging_pb2.PART_FOR_AVERAGING, group_id=os.urandom(40))
         yield hold(rounds.rpc_aggregate_part(as_aiter(part)))
     for number in range(NUM_JOINS):
-        key = f"{run_id}_round_averager.0b{2**40 + number:b}"
-        request = averaging_pb2.JoinRequest(group_key=key, expiration=get_dht_time() + 60, gather=os.urandom(60))
+        request = averaging_pb2.JoinRequest(
+            group_key=str(2**40 + number), expiration=get_dht_time() + 60, gather=os.urandom(60)
+        )
         yield hold(rounds.rpc_join_group(request))
     for _ in range(NUM_DOWNLOADS):
         yield hold(states.rpc_download_state(averaging_pb2.DownloadRequest()))

@@ -71,7 +71,7 @@ async def call_services(p2p: P2P, address: str, run_id: str, timeout: float = 20
         "rpc_find": dht.rpc_find(dht_pb2.FindRequest(keys=[key])),
         "rpc_store": dht.rpc_store(store),
     }
-    join = averaging_pb2.JoinRequest(schema_hash=b"hash", expiration=get_dht_time() + 30, group_key=f"{run_id}.0b")
+    join = averaging_pb2.JoinRequest(schema_hash=b"hash", expiration=get_dht_time() + 30, group_key="1")
     part = averaging_pb2.AveragingData(code=averaging_pb2.PART_FOR_AVERAGING, group_id=b"group")
     for name, averager in AVERAGERS.items():
         stub = averager.get_stub(p2p, peer, namespace=f"{run_id}_{name}")
