@@ -218,11 +218,17 @@ class AllReduce:
         kind = {"code": averaging_pb2.PART_FOR_AVERAGING, "group_id": self.group_id}
         yield averaging_pb2.AveragingData(**kind)
         loop, index = asyncio.get_running_loop(), 0
+        compressed: dict[int, asyncio.Future] = {}
         while index < len(remote.parts):
-            part, remote.num_opened = remote.parts[index], index + 1
-            tensor = await loop.run_in_executor(None, part.compress, part.own)
+            for number in range(index, min(index + 2, len(remote.parts))):  # the next part while this one is sent
+                if number not in compressed:
+                    part = remote.parts[number]
+                    compressed[number] = loop.run_in_executor(None, part.compress, part.own)
+            remote.num_opened = index + 1
+            tensor = await compressed.pop(index)
             tensor.chunks = index
-            yield averaging_pb2.AveragingData(**kind, tensor_part=tensor, weight=part.weight)
+            weight = remote.parts[index].weight
+            yield averaging_pb2.AveragingData(**kind, tensor_part=tensor, weight=weight)
             now = time.monotonic()
             self._may_send_at = max(now, self._may_send_at) + len(tensor.buffer) / self._upload
             await asyncio.sleep(self._may_send_at - now)
