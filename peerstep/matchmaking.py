@@ -369,7 +369,8 @@ class StepMatchmaking(Matchmaking):
             return message.result()
         finally:
             message.cancel()
-            await asyncio.wait({message})  # a stream cannot be closed while something waits for its next message
+            # A stream cannot be closed while something waits for its next message.
+            await asyncio.gather(message, return_exceptions=True)
 
     def _parse_group(self, message: averaging_pb2.MessageFromLeader, number: int) -> GroupInfo | None:
         content, gathered = message.ordered_peer_ids, tuple(message.gathered)

@@ -264,7 +264,7 @@ class RoundAverager(SafeAverager):
         return replace(result, missed=missed, seconds=seconds)
 
     async def _average_in_group(
-        self, step: RoundControl, group: GroupInfo, begins: "asyncio.Future[AllReduce | None]"
+        self, step: RoundControl, group: GroupInfo, begins: asyncio.Future[AllReduce | None]
     ) -> RoundResult:
         options, own = self.allreduce_kwargs, group.peer_ids.index(self.peer_id)
         standing = Standing([parse_claims(gathered) for gathered in group.gathered])
