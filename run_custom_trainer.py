@@ -25,13 +25,16 @@ def train(args: TrainerArguments, stop: StopSignal) -> None:
     from cotrain.training.loop import open_loop
     from cotrain.training.session import open_session
     from cotrain.training.workload import load_workload
+    from utils import record_schemas
 
     work = load_workload(args)  # task, samples, model
     task, model = work.task, work.model.to(work.device).train()
     with ExitStack() as stack:
         # DHT peer
         output_dir = Path(args.training.output_dir)
-        peer = stack.enter_context(open_peer(args.collaboration, output_dir, args.collaboration.client_mode, stop))
+        schemas = record_schemas(args.collaboration.run_id)
+        client_mode = args.collaboration.client_mode
+        peer = stack.enter_context(open_peer(args.collaboration, schemas, output_dir, client_mode, stop))
 
         # hivemind's optimizer, around LAMB, AdamW or Muon
         batch_size_per_step = args.training.batch_size_per_step(num_devices=1)

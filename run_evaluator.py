@@ -58,6 +58,7 @@ def main() -> None:
         from cotrain.tasks.task_loading import build_initial_model, load_task
         from cotrain.training.builders import open_observer
         from peerstep.swarm import supervise
+        from utils import record_schemas
 
         args, peer_args, dataset_args, hyperparameter_args = adopt_run_config(line, stop)
         logger = get_logger(__name__)
@@ -67,7 +68,8 @@ def main() -> None:
         evaluator = Evaluator(task, stop.is_set, args)
         model = build_initial_model(task, peer_args.run_id)
         output_dir, run_id = Path(args.output_dir), peer_args.run_id
-        peer = stack.enter_context(open_peer(peer_args, output_dir, client_mode=True, stop=stop))
+        schemas = record_schemas(peer_args.run_id)
+        peer = stack.enter_context(open_peer(peer_args, schemas, output_dir, client_mode=True, stop=stop))
         claim_folder(output_dir, run_id)
         logger.info(f"This evaluator is {peer.dht.peer_id}")
         # One evaluation may take hours.

@@ -25,6 +25,7 @@ def train(args: TrainerArguments, stop: StopSignal) -> None:
     from cotrain.training.hf_trainer import CollaborativeTrainer, PeerSampler, build_training_arguments
     from cotrain.training.session import open_session
     from cotrain.training.workload import load_workload
+    from utils import record_schemas
 
     work = load_workload(args)  # task, samples, model
     task, model = work.task, work.model.to(work.device)
@@ -32,7 +33,9 @@ def train(args: TrainerArguments, stop: StopSignal) -> None:
     output_dir = Path(args.training.output_dir)
     with ExitStack() as stack:
         # DHT peer
-        peer = stack.enter_context(open_peer(args.collaboration, output_dir, args.collaboration.client_mode, stop))
+        schemas = record_schemas(args.collaboration.run_id)
+        client_mode = args.collaboration.client_mode
+        peer = stack.enter_context(open_peer(args.collaboration, schemas, output_dir, client_mode, stop))
         peer_id = str(peer.dht.peer_id)
 
         # hivemind's optimizer, around LAMB, AdamW or Muon. `step` counts a local step; once all peers together have

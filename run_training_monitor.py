@@ -126,6 +126,7 @@ def main() -> None:
         from cotrain.tasks.task_loading import build_initial_model, load_task
         from cotrain.training.builders import open_observer
         from peerstep.swarm import supervise
+        from utils import record_schemas
 
         arguments, config, is_organiser, is_alone = find_run_config(line, stop, is_monitor=True)
         args, run_args, peer_args = arguments
@@ -146,7 +147,9 @@ def main() -> None:
             addresses.announce_public_ip(peer_args, args.public_ip_service)
 
         # The peer that the others join through
-        peer = stack.enter_context(open_peer(peer_args, output_dir, False, stop, is_alone))
+        peer = stack.enter_context(
+            open_peer(peer_args, record_schemas(peer_args.run_id), output_dir, False, stop, is_alone)
+        )
         claim_folder(output_dir, run_id)
         longest_wait = 600.0 + 10 * args.refresh_period
         watchdog = stack.enter_context(supervise({"DHT": peer.dht}, 12.0, 0, longest_wait))

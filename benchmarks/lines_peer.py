@@ -61,6 +61,7 @@ def train(
 
     from cotrain.common.json_file import JsonLinesFile
     from cotrain.common.logs import setup_logging
+    from cotrain.dht.run_records import record_schemas
     from cotrain.models.model import read_config
     from cotrain.peer.addresses import log_visible_maddrs
     from cotrain.peer.peer import open_peer
@@ -74,7 +75,9 @@ def train(
     share_parameters(model)  # as load_workload does
     output_dir = Path(training_args.output_dir)
     with ExitStack() as stack:
-        peer = stack.enter_context(open_peer(collaboration_args, output_dir, collaboration_args.client_mode, stop))
+        schemas = record_schemas(collaboration_args.run_id)
+        client_mode = collaboration_args.client_mode
+        peer = stack.enter_context(open_peer(collaboration_args, schemas, output_dir, client_mode, stop))
         log_visible_maddrs(peer.dht.get_visible_maddrs(), only_p2p=False)
         args = TrainerArguments(training_args, None, collaboration_args, tracker_args)
         optimizer = build_optimizer(model, peer, training_args.batch_size_per_step(1), args)

@@ -12,6 +12,7 @@ from cotrain.common.argument_parser import KeywordParser
 from cotrain.common.atomic_files import lock_folder
 from cotrain.common.errors import UserError, report_uncaught_errors
 from cotrain.common.signals import StopSignal
+from cotrain.dht.run_records import record_schemas
 from cotrain.models.model import choose_kernels, seeded_by
 from cotrain.peer.peer import open_peer
 from cotrain.peer.run_config import adopt_run_config
@@ -61,7 +62,8 @@ def join_run(
 
         # DHT peer
         stack.enter_context(open_tunnel(run_args))
-        peer = stack.enter_context(open_peer(run_args, output_dir, run_args.client_mode, stop))
+        schemas = record_schemas(run_args.run_id)
+        peer = stack.enter_context(open_peer(run_args, schemas, output_dir, run_args.client_mode, stop))
 
         # hivemind's optimizer, around LAMB, AdamW or Muon
         weights = fingerprint(model)

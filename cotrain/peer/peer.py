@@ -4,7 +4,7 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hivemind.p2p import PeerID
@@ -16,11 +16,10 @@ from cotrain.arguments import BaseTrainingArguments
 from cotrain.common.atomic_files import lock_folder, remove_leftovers
 from cotrain.common.errors import TemporaryError, UserError
 from cotrain.common.signals import StopSignal
-from cotrain.dht.run_records import record_schemas
 from cotrain.peer.addresses import peer_id_in
 from peerstep.errors import SwarmError
 from peerstep.node import SafeDHT
-from peerstep.records import peer_id_of
+from peerstep.records import RunSchemaValidator, peer_id_of
 from peerstep.swarm import Swarm, write_private_key
 
 logger = get_logger(__name__)
@@ -30,10 +29,16 @@ RETRY_SECONDS = 3.0
 
 @contextlib.contextmanager
 def open_peer(
-    args: BaseTrainingArguments, output_dir: Path, client_mode: bool, stop: StopSignal, is_alone: bool = False
+    args: BaseTrainingArguments,
+    schemas: Sequence[RunSchemaValidator],
+    output_dir: Path,
+    client_mode: bool,
+    stop: StopSignal,
+    is_alone: bool = False,
 ) -> Iterator[Swarm]:
     """Run a peer that has joined the others and stays connected to them. See `start_peer`.
 
+    :param schemas: of the records of the scripts, see utils.py
     :param output_dir: folder of the peer, locked against a second peer
     :raises UserError: if another peer uses the folder, or no peer can be reached
     """
@@ -43,12 +48,13 @@ def open_peer(
         if args.initial_peers and not is_alone:
             logger.info(f"Joining the collaboration through {', '.join(args.initial_peers)}")
         identity_path = Path(args.identity_path or output_dir / "identity.key")
-        with start_peer(args, identity_path, client_mode, stop.event, is_alone) as peer:
+        with start_peer(args, schemas, identity_path, client_mode, stop.event, is_alone) as peer:
             yield peer
 
 
 def start_peer(
     args: BaseTrainingArguments,
+    schemas: Sequence[RunSchemaValidator],
     identity_path: Path,
     client_mode: bool,
     should_stop: threading.Event,
@@ -81,7 +87,7 @@ def start_peer(
                 is_first=is_alone,
                 client_mode=client_mode,
                 startup_timeout=max(RETRY_SECONDS, deadline - time.monotonic()),
-                schemas=record_schemas(args.run_id),
+                schemas=schemas,
                 should_stop=should_stop,
                 node_class=node_class,
                 host_maddrs=args.host_maddrs,

@@ -29,6 +29,7 @@ from cotrain.common.flags import MAX_NUMBER, check_maddr, find_settings, has_sec
 from cotrain.common.json_file import JsonFile, write_json
 from cotrain.common.logs import setup_logging
 from cotrain.common.signals import StopSignal, ignore_launcher
+from cotrain.dht.run_records import record_schemas
 from cotrain.models.config import is_inline, is_published_name, to_published_model
 from cotrain.peer.addresses import peer_id_in
 from cotrain.peer.peer import find_own_id, start_peer
@@ -273,7 +274,9 @@ def _visit(
             use_auto_relay=False,  # takes four seconds more
             trusted_relays=[],
         )
-        with start_peer(visitor, Path(folder) / "identity.key", True, stop.event) as peer:
+        with start_peer(
+            visitor, record_schemas(visitor.run_id), Path(folder) / "identity.key", True, stop.event
+        ) as peer:
             records = {subkey: record.value for subkey, record in get_dictionary(peer.dht, KEY).items()}
             return choose(records, set(map(peer_id_in, args.initial_peers)), organiser, run_id)
 

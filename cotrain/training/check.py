@@ -28,6 +28,7 @@ from cotrain.common.atomic_files import lock_folder
 from cotrain.common.diagnosis import diagnose
 from cotrain.common.errors import UserError, describe
 from cotrain.common.signals import StopSignal
+from cotrain.dht.run_records import record_schemas
 from cotrain.peer.addresses import peer_id_in
 from cotrain.peer.peer import open_peer
 from cotrain.peer.run_config import adopt_run_config
@@ -105,7 +106,8 @@ def check_all(command_line: CommandLine, stop: StopSignal) -> Iterator[Finding]:
             text = f"{len(work.samples):,} samples; model of {size / 1e6:,.1f} million parameters"
             yield Finding("data and model", text)
             yield from check_memories(size, work.device, args.training.local_updates)
-            with open_peer(peer_args, Path(args.training.output_dir), peer_args.client_mode, stop) as peer:
+            schemas, folder = record_schemas(peer_args.run_id), Path(args.training.output_dir)
+            with open_peer(peer_args, schemas, folder, peer_args.client_mode, stop) as peer:
                 yield Finding("joining", f"this peer is in run {peer_args.run_id}")
                 for peer_id in map(peer_id_in, initial_peers):
                     yield attempt(str(peer_id), partial(check_peer, peer.dht, peer_id, peer_args.client_mode))

@@ -26,5 +26,17 @@ def test_scripts_take_flags_and_records_from_the_modules_beside_them():
                 if path.stem in SCRIPTS | {"callback"} and (found := find_imports(path) & inner)}  # fmt: skip
 
 
+def test_each_peer_states_its_records():
+    peers = {"run_trainer", "run_custom_trainer", "run_training_monitor", "run_evaluator"}
+    assert peers == {path.stem for path in ROOT.glob("*.py") if path.stem in SCRIPTS and "utils" in find_imports(path)}
+
+
+def test_trainers_use_only_the_public_names_of_the_engine():
+    """And what ends its child processes."""
+    for path in (ROOT / "run_trainer.py", ROOT / "run_custom_trainer.py", ROOT / "cotrain" / "join.py"):
+        inner = {name for name in find_imports(path) if name.startswith("peerstep.")}
+        assert inner <= {"peerstep.processes"}, path
+
+
 def test_no_script_is_imported():
     assert not any(find_imports(path) & SCRIPTS for path in ROOT.glob("*.py"))

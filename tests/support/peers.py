@@ -374,11 +374,12 @@ def local_peer(
     folder: Path, run_id: str, initial_peers: tuple[str, ...] = (), client_mode: bool = False, **options
 ) -> Iterator:
     """Start a DHT peer in the test's process."""
+    from cotrain.dht.run_records import record_schemas
     from cotrain.peer.peer import start_peer
 
     options = {"host_maddrs": [LOCAL], "bootstrap_timeout": 60, **options}
     args = BaseTrainingArguments(run_id=run_id, initial_peers=list(initial_peers), **options)
-    with start_peer(args, folder / "identity.key", client_mode, threading.Event()) as peer:
+    with start_peer(args, record_schemas(run_id), folder / "identity.key", client_mode, threading.Event()) as peer:
         yield peer
 
 
