@@ -30,6 +30,9 @@ from peerstep.node import NUM_BUCKETS, PROGRESS
 
 logger = get_logger(__name__)
 
+READ_TIMEOUT = 10.0  # seconds
+MAX_DEPTH = 8  # nested lists and dictionaries in a value; a history, the deepest record, has 2
+
 
 def peer_id_of(public_key: RSAPublicKey) -> PeerID:
     """Return the peer ID of a public key. See https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md."""
@@ -58,39 +61,13 @@ def signer_of(subkey: bytes) -> PeerID:
     return peer_id_of(public_key)
 
 
-class SafeValidatorMixin(RecordValidatorBase):
-    """Mixin for hivemind's validators: refuses malformed keys and values on which they would raise."""
-
-    def validate(self, record: DHTRecord) -> bool:
-        try:
-            return super().validate(record)
-        except Exception as error:
-            logger.debug(f"Refused a malformed record: {error!r}")
-            return False
-
-
-class ReadableValidator(RecordValidatorBase):
-    """Refuses values that break their readers.
+def is_readable(value: bytes) -> bool:
+    """Whether readers can unpack a value, without its signature. Raises various exceptions if it is not msgpack.
 
     hivemind unpacks values in a callback whose exceptions are lost. If one value under a key is not msgpack, `dht.get`
     of that key never returns: one byte stopped matchmaking and downloads for a day.
     """
-
-    MAX_DEPTH = 8  # nested lists and dictionaries in a value; a history, the deepest record, has 2
-
-    def validate(self, record: DHTRecord) -> bool:
-        try:
-            return _is_plain(msgpack.unpackb(record.value, ext_hook=_refuse), self.MAX_DEPTH)
-        except Exception as error:
-            logger.debug(f"Refused a record that cannot be read: {error!r}")
-            return False
-
-    @property
-    def priority(self) -> int:
-        return 7  # after the signature is stripped, since readers see values without it
-
-    def merge_with(self, other: RecordValidatorBase) -> bool:
-        return isinstance(other, ReadableValidator)
+    return _is_plain(msgpack.unpackb(value, ext_hook=_refuse), MAX_DEPTH)
 
 
 def _refuse(type_code: int, _data: bytes) -> object:
@@ -134,18 +111,11 @@ class RunValidator(CompositeValidator):
         self._subkeys: dict[bytes, dict[bytes, float]] = defaultdict(dict)  # key -> subkey -> expiration
 
     def validate(self, record: DHTRecord) -> bool:
-        if not self._is_bounded(record):
+        try:
+            return self._is_bounded(record) and (self._is_known(record) or self._is_valid(record))
+        except Exception as error:  # also of hivemind's validators, for malformed keys and values
+            logger.debug(f"Refused a malformed record: {error!r}")
             return False
-        digest = _digest(record)
-        if digest in self._known:
-            self._known.move_to_end(digest)
-            return True
-        if not (self._has_signer(record) and super().validate(record) and self._has_room(record)):
-            return False
-        self._known[digest] = None
-        if len(self._known) > self.MAX_KNOWN:
-            self._known.popitem(last=False)
-        return True
 
     def _is_bounded(self, record: DHTRecord) -> bool:
         if len(record.value) + len(record.subkey or b"") > self.MAX_BYTES + self.MAX_SIGNATURE_BYTES:
@@ -153,28 +123,32 @@ class RunValidator(CompositeValidator):
         lifetime = self._lifetimes.get(record.key)
         return lifetime is not None and record.expiration_time <= run_time() + lifetime  # false for NaN
 
-    def _has_signer(self, record: DHTRecord) -> bool:
-        try:
-            subkey = msgpack.unpackb(record.subkey, ext_hook=_refuse)
-            # msgpack has several forms of the same bytes: a signer would have as many places.
-            return record.subkey == MSGPackSerializer.dumps(subkey) and bool(signer_of(subkey))
-        except Exception as error:
-            logger.debug(f"Refused a record without a signer: {error!r}")
+    def _is_known(self, record: DHTRecord) -> bool:
+        if is_known := (digest := _digest(record)) in self._known:
+            self._known.move_to_end(digest)
+        return is_known
+
+    def _is_valid(self, record: DHTRecord) -> bool:
+        subkey = msgpack.unpackb(record.subkey, ext_hook=_refuse)
+        # msgpack has several forms of the same bytes: a signer would have as many places.
+        if record.subkey != MSGPackSerializer.dumps(subkey) or not signer_of(subkey):
             return False
+        if not (is_readable(self.strip_value(record)) and super().validate(record) and self._has_room(record)):
+            return False
+        self._known[_digest(record)] = None
+        if len(self._known) > self.MAX_KNOWN:
+            self._known.popitem(last=False)
+        return True
 
     def _has_room(self, record: DHTRecord) -> bool:
         known = self._subkeys[record.key]
         if record.subkey not in known and len(known) >= self.MAX_SUBKEYS:
             now = run_time()
-            for subkey in [subkey for subkey, expiration in known.items() if expiration < now]:
-                del known[subkey]
+            known = self._subkeys[record.key] = {other: end for other, end in known.items() if end >= now}
             if len(known) >= self.MAX_SUBKEYS:
                 return False
         known[record.subkey] = max(record.expiration_time, known.get(record.subkey, 0.0))
         return True
-
-    def merge_with(self, other: RecordValidatorBase) -> bool:
-        return isinstance(other, RunValidator)
 
 
 def _digest(record: DHTRecord) -> bytes:
@@ -184,7 +158,7 @@ def _digest(record: DHTRecord) -> bytes:
     return digest.digest()
 
 
-class BoundedExtensions:
+class BoundedExtensions(threading.local):
     """Bounds the depth of nested extension types in hivemind's serializer, and refuses unknown ones.
 
     Each level takes some 20 KB of the C stack: 300 levels, in 2 KB of untrusted data, end the process with a
@@ -192,21 +166,21 @@ class BoundedExtensions:
     """
 
     MAX_DEPTH = 8
+    depth = 0  # of the type that is being unpacked, in each thread
 
     def __init__(self, unpack: Callable[[int, bytes], object]):
-        self._unpack, self._local = unpack, threading.local()
+        self._unpack = unpack
 
     def __call__(self, type_code: int, data: bytes) -> object:
-        depth = getattr(self._local, "depth", 0)
-        if depth >= self.MAX_DEPTH:
+        if self.depth >= self.MAX_DEPTH:
             raise ValueError("extension types are nested too deeply")
         if type_code not in (*MSGPackSerializer._ext_type_codes, MSGPackSerializer._TUPLE_EXT_TYPE_CODE):
             return _refuse(type_code, data)  # hivemind logs a warning for each: 1.4 million in a message of 4 MiB
-        self._local.depth = depth + 1
+        self.depth += 1
         try:
             return self._unpack(type_code, data)
         finally:
-            self._local.depth = depth
+            self.depth -= 1
 
 
 # Checked by the reader (peerstep/progress.py), which warns about peers with another protocol number
@@ -229,16 +203,8 @@ MAX_LIFETIME = 5400.0
 LIFETIMES = dict.fromkeys([*ProgressSchema.__fields__, "state_averager.all_averagers"], 180.0)
 
 
-class SignatureValidator(SafeValidatorMixin, RSASignatureValidator):
-    """Requires that a record under a subkey with a public key is signed with the private key."""
-
-
-class RunSchemaValidator(SafeValidatorMixin, SchemaValidator):
-    """Requires that a record under a key of the run matches its schema."""
-
-
 def build_validators(
-    prefix: str, private_key: RSAPrivateKey | None = None, schemas: Sequence[RunSchemaValidator] = ()
+    prefix: str, private_key: RSAPrivateKey | None = None, schemas: Sequence[SchemaValidator] = ()
 ) -> tuple[list[RecordValidatorBase], bytes]:
     """Build the validators of a run's records.
 
@@ -247,22 +213,21 @@ def build_validators(
     :param schemas: of the caller's own records. Records under other keys are refused
     :returns: the validators, and the subkey (owner tag with public key) of this peer's records
     """
-    signature_validator = SignatureValidator(private_key)
-    schemas = [*schemas, *(RunSchemaValidator(schema, prefix=prefix) for schema in (ProgressSchema, OfferSchema))]
+    signatures = RSASignatureValidator(private_key)
+    schemas = [*schemas, *(SchemaValidator(schema, prefix=prefix) for schema in (ProgressSchema, OfferSchema))]
     keys = {key: name for schema in schemas for key, name in schema._key_id_to_field_name.items()}
     lifetimes = {key: LIFETIMES.get(name, MAX_LIFETIME) for key, name in keys.items()}
-    validators = [ReadableValidator(), *schemas, signature_validator]
-    return [RunValidator(validators, lifetimes)], signature_validator.local_public_key
+    return [RunValidator([*schemas, signatures], lifetimes)], signatures.local_public_key
 
 
-def get_dictionary(dht: DHT, key: str, timeout: float = 10.0) -> dict:
-    """Read the newest records under a key; log a warning if that fails.
+def get_dictionary(dht: DHT, key: str) -> dict:
+    """Read the newest records under a key; log a warning if that fails, or takes longer than READ_TIMEOUT.
 
-    :param timeout: seconds. `dht.get` without a timeout never returns after the DHT process has died
     :returns: subkey -> ValueWithExpiration; empty if there are no records or reading failed
     """
     try:
-        found = dht.get(key, latest=True, return_future=True).result(timeout=timeout)
+        # Without a timeout this never returns after the DHT process has died.
+        found = dht.get(key, latest=True, return_future=True).result(READ_TIMEOUT)
     except Exception as error:
         logger.warning(f"Could not read {key} from the DHT: {error!r}")
         return {}

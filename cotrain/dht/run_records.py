@@ -1,14 +1,14 @@
 """Records of the scripts in the DHT: their schemas. Those of rounds are in peerstep/records.py."""
 
 import pydantic.v1 as pydantic  # hivemind's schemas are pydantic v1 models, a v2 model raises
-from hivemind.dht.schema import BytesWithPublicKey
+from hivemind.dht.schema import BytesWithPublicKey, SchemaValidator
 from hivemind.dht.validation import RecordValidatorBase
 from hivemind.utils.crypto import RSAPrivateKey
 
 from cotrain.dht.metrics_schema import HISTORY_LENGTH, Count, ExtensibleRecord, LocalMetrics, read_row
 from peerstep.history import MAX_STEP
 from peerstep.progress_record import MAX_ROUNDS
-from peerstep.records import RunSchemaValidator, build_validators
+from peerstep.records import build_validators
 
 
 class MonitorStatus(pydantic.BaseModel):
@@ -60,9 +60,9 @@ class ConfigSchema(pydantic.BaseModel):
     run_config: dict[BytesWithPublicKey, SignedConfig]
 
 
-def record_schemas(run_id: str) -> list[RunSchemaValidator]:
+def record_schemas(run_id: str) -> list[SchemaValidator]:
     """Return the schemas of the scripts' records."""
-    return [RunSchemaValidator(MetricSchema, prefix=run_id), RunSchemaValidator(ConfigSchema)]
+    return [SchemaValidator(MetricSchema, prefix=run_id), SchemaValidator(ConfigSchema)]
 
 
 def make_validators(run_id: str, private_key: RSAPrivateKey | None = None) -> tuple[list[RecordValidatorBase], bytes]:

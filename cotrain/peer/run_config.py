@@ -43,7 +43,7 @@ logger = get_logger(__name__)
 
 KEY = "run_config"
 KEPT_FILE = "run_config.json"  # in the output folder: the signed settings that were taken
-MAX_CHARACTERS = 2200  # of the signed text; with keys and signatures, a record has 3.4 KB, see ReadableValidator
+MAX_CHARACTERS = 2200  # of the signed text; with keys and signatures, a record has 3.4 KB, see RunValidator
 MAX_LEAD = 3600.0  # seconds by which the time of a signature may be ahead of the run's clock
 TASK = "task_sha256"  # setting of a run with a --task: it names the version of the file, which no peer sends
 SETTINGS = find_settings(TRAINER_ARGUMENTS) | {TASK}

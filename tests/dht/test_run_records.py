@@ -30,7 +30,7 @@ from cotrain.dht.run_records import HISTORY_LENGTH, TrainerRecord, make_validato
 from cotrain.peer.addresses import announce_public_ip, choose_maddrs, fix_tcp_port, get_free_port
 from peerstep.clock import run_time
 from peerstep.node import DHTProtocol
-from peerstep.records import RunValidator, SignatureValidator, get_dictionary, signer_of, store_record
+from peerstep.records import RunValidator, get_dictionary, signer_of, store_record
 from peerstep.redial import _redial, find_tcp_endpoint
 from tests.support.dht_records import trainer_record
 from tests.support.hostile_peer import RAW, nest
@@ -173,7 +173,7 @@ def test_largest_dictionary_fits_into_one_answer():
         subkey = MSGPackSerializer.dumps(number.to_bytes(400, "big"))
         value = b"x" * (RunValidator.MAX_BYTES - len(subkey) + RunValidator.MAX_SIGNATURE_BYTES)
         assert dictionary.store(number.to_bytes(400, "big"), value, get_dht_time() + 1000)
-    assert len(KEY.sign(b"record")) + len(SignatureValidator.SIGNATURE_FORMAT) < RunValidator.MAX_SIGNATURE_BYTES
+    assert len(KEY.sign(b"record")) + len(RSASignatureValidator.SIGNATURE_FORMAT) < RunValidator.MAX_SIGNATURE_BYTES
     assert len(MSGPackSerializer.dumps(dictionary)) < DEFAULT_MAX_MSG_SIZE - 10_000
 
 
@@ -185,7 +185,7 @@ def test_more_signers_than_a_run_has_peers_are_refused(monkeypatch):
     signers = [MSGPackSerializer.dumps(make_validators("run", RSAPrivateKey())[1]) for _ in range(4)]
 
     def store(signer: int, lifetime: float = 60.0, key: bytes = b"key") -> bool:
-        return validator.validate(DHTRecord(key, signers[signer], b"value", now + lifetime))
+        return validator.validate(DHTRecord(key, signers[signer], b"\xc0", now + lifetime))
 
     assert store(0) and store(1) and store(2, lifetime=0.2)
     assert not store(3), "a fourth"

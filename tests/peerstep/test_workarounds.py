@@ -59,10 +59,11 @@ def test_handle_of_a_round_keeps_its_values_apart():
     assert (control.number, control.weight) == (2**40, 7.0)
 
 
-def test_reading_from_a_dht_that_has_died_ends():
+def test_reading_from_a_dht_that_has_died_ends(monkeypatch):
     """hivemind's `get` without `return_future` never returns then."""
+    monkeypatch.setattr("peerstep.records.READ_TIMEOUT", 0.1)
     dht = SimpleNamespace(get=lambda key, latest, return_future=False: MPFuture())
-    assert get_dictionary(dht, "key", timeout=0.1) == {}
+    assert get_dictionary(dht, "key") == {}
 
 
 def test_traceback_of_hivemind_becomes_a_line():
