@@ -5,7 +5,6 @@ report, state and checkpoint carries the newest marks.
 """
 
 import itertools
-from contextlib import suppress
 from dataclasses import dataclass
 
 MAX_STEP = 2**31 - 1  # more global steps than any run makes
@@ -30,7 +29,7 @@ def add_mark(marks: Marks, step: int, mark_id: bytes, num_alone: int = 0) -> Mar
 
 
 def parse_marks(value: object) -> Marks:
-    """Check marks that another peer has sent; ValueError if they are malformed."""
+    """Check the marks of another peer, or of a state; ValueError if they are malformed."""
     if not isinstance(value, list | tuple) or len(value) > NUM_MARKS:
         raise ValueError("wrong marks")
     marks = tuple(tuple(mark) if isinstance(mark, list | tuple) else () for mark in value)
@@ -40,13 +39,6 @@ def parse_marks(value: object) -> Marks:
     if any(step >= following for step, following in itertools.pairwise(steps)):
         raise ValueError("wrong marks")
     return marks
-
-
-def read_marks(metadata: dict) -> Marks:
-    """Return the marks in the metadata of a state; none if it has none, as in earlier versions, or malformed ones."""
-    with suppress(ValueError):
-        return parse_marks(metadata.get("marks", ()))
-    return ()
 
 
 def different_marks(own: Marks, other: Marks) -> list[tuple[str, str]] | None:

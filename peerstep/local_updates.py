@@ -13,7 +13,8 @@ import torch
 
 from peerstep.accumulators import UpdateAccumulator
 from peerstep.optimizer_state import OptimizerBuilder, SchedulerBuilder, build_with_statistics
-from peerstep.state import all_finite, set_schedule
+from peerstep.state import set_schedule
+from peerstep.state_layout import all_finite
 
 # Local steps over which the learning rate of an inner optimizer without statistics rises to its value
 INNER_WARMUP_STEPS = 20

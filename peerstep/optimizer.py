@@ -33,7 +33,8 @@ from peerstep.progress import WARN_SECONDS, ProgressTracker, TrackerOptions
 from peerstep.progress_record import MAX_DISTANCE, MAX_ROUNDS, PeerProgress
 from peerstep.rounds import RoundAverager, RoundResult
 from peerstep.standing import EQUAL, LACKING
-from peerstep.state import TrainingStateAverager, all_finite
+from peerstep.state import TrainingStateAverager
+from peerstep.state_layout import all_finite
 from peerstep.swarm import Swarm
 
 logger = get_logger(__name__)
@@ -244,7 +245,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         return list(super().param_groups) if inner is None else inner.param_groups
 
     def _offloaded_parameters(self) -> list[torch.Tensor]:
-        return self.state_averager._optimized_parameters()
+        return self.state_averager.layout.parameters
 
     @property
     def processes(self) -> dict[str, multiprocessing.Process]:

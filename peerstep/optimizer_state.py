@@ -32,7 +32,7 @@ def build_with_statistics(build: OptimizerBuilder, param_groups: list[dict]) -> 
 
     It needs a number as `lr` in its groups, the number of steps under `step` in its state, and scalar statistics that
     are finite and not negative. Its attribute `second_moments`, by default Adam's `exp_avg_sq`, names the statistics
-    that are sent to other peers as roots, see TrainingStateAverager.copy_state.
+    that are sent to other peers as roots, see StateLayout.
     """
     optimizer = build(param_groups)
     if not hasattr(optimizer, "second_moments"):

@@ -1,34 +1,32 @@
 """Training state of a peer: apply updates, offer the state to other peers, download and restore a state."""
 
 import asyncio
-import math
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
 
 import torch
-from hivemind.compression import CompressionInfo, Float16Compression, TensorRole
-from hivemind.compression.adaptive import AdaptiveCompressionBase
+from hivemind.compression import CompressionInfo, TensorRole
 from hivemind.optim import state_averager
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2
 from hivemind.utils import MPFuture, get_logger
+from hivemind.utils.streaming import split_for_streaming
 from torch.optim.lr_scheduler import LambdaLR
 
 from peerstep.base import SafeAverager
 from peerstep.clock import run_time
-from peerstep.comparison import Groups, pack_elements
-from peerstep.history import MAX_STEP, Marks, read_marks
-from peerstep.state_download import StateDownload, StateLoadError, check_epoch
-from peerstep.stored_tensors import StoredTensors
-from peerstep.wire import TensorSpec
+from peerstep.comparison import pack_elements
+from peerstep.history import Marks
+from peerstep.state_download import StateDownload
+from peerstep.state_layout import StateLayout, read_position
+from peerstep.stored_messages import StoredMessages
 
 logger = get_logger(__name__)
 
 OFFER_MARGIN = 10.0  # seconds that an offer outlives the time of its renewal
-FLOAT16_ERROR = 6e-8  # of the root of a small second moment, and of a first moment
 
 
 def set_schedule(scheduler: LambdaLR, epoch: int) -> None:
@@ -86,7 +84,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         self.credible_epoch = credible_epoch
         self.applied_epoch = 0
         self.marks: Marks = ()  # of the history of the parameters
-        self._copy: tuple[dict, StoredTensors, list[CompressionInfo]] | None = None  # see copy_state
+        self._copy: StoredMessages | None = None  # see copy_state
         self._downloads: set = set()  # tasks, in the averager's process
         self._uploads: Counter[PeerID] = Counter()  # in the averager's process
         self._comparisons: deque[tuple[PeerID, float]] = deque(maxlen=self.MAX_COMPARISONS_OF_ALL)  # times, too
@@ -94,6 +92,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
 
     def _init_components(self, *args) -> tuple:
         components = super()._init_components(*args)
+        self.layout = StateLayout(components[0])
         for parameter in self._averaged_parameters:  # zeros, which forked processes would keep
             parameter.grad = None
         return components
@@ -112,7 +111,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
             try:
                 if parameters is not None:
                     with torch.no_grad():
-                        torch._foreach_copy_(self._optimized_parameters(), parameters)
+                        torch._foreach_copy_(self.layout.parameters, parameters)
                 self._set_schedule(epoch - 1)
                 self.optimizer.step()
                 self._set_applied_epoch(epoch)
@@ -122,19 +121,14 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     def restore(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> None:
         """Replace the state by another one, possibly of an earlier step. The tensors are copied.
 
-        :raises StateLoadError: if the new state does not fit; the current state is then unchanged
+        :raises ValueError: if the new state does not fit; the current state is then unchanged
         """
-        self.check_state(metadata, tensors)
-        with self.lock_optimizer, self.lock_averaged_tensors, torch.no_grad():
-            own = self._optimized_parameters()
-            torch._foreach_copy_(own, tensors[: len(own)])
-            for (statistics, name), value in zip(self._statistics(), tensors[len(own) :], strict=True):
-                if isinstance(statistics[name], torch.Tensor):
-                    statistics[name].copy_(value)
-                else:
-                    statistics[name] = int(value) if name == "step" else float(value)
-            self.local_epoch, self.marks = metadata["epoch"], read_marks(metadata)
-            self._set_applied_epoch(metadata["epoch"])
+        position = read_position(metadata)
+        self.layout.check(metadata, tensors)
+        with self.lock_optimizer, self.lock_averaged_tensors:
+            self.layout.copy_from(tensors)
+            self.local_epoch, self.marks = position.step, position.marks
+            self._set_applied_epoch(position.step)
             self.mark_changed()
         if self.offload_optimizer:
             self._apply_optimizer_parameters_()
@@ -145,7 +139,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         The copy of an offloaded optimizer would overwrite them at the next step.
         """
         with self.lock_optimizer, self.lock_averaged_tensors, torch.no_grad():
-            torch._foreach_copy_(self._optimized_parameters(), self.main_parameters)
+            torch._foreach_copy_(self.layout.parameters, self.main_parameters)
             self.local_epoch = epoch
             self._set_applied_epoch(epoch)
             self.mark_changed()
@@ -192,63 +186,58 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         """Yield the state, metadata and tensors, without a copy. It does not change while the context is open."""
         with self.lock_optimizer, self.lock_averaged_tensors:
             marks = [list(mark) for mark in self.marks]
-            metadata = {"epoch": self.applied_epoch, "statistics": self._statistic_names(), "marks": marks}
-            yield metadata, [tensor.detach().cpu() for tensor in self._tensors()]
+            metadata = {"epoch": self.applied_epoch, "statistics": self.layout.names, "marks": marks}
+            yield metadata, [tensor.detach().cpu() for tensor in self.layout.tensors()]
 
-    def copy_state(self) -> tuple[dict, StoredTensors, list[CompressionInfo]]:
-        """Return a copy of the state for peers that download it. Downloads share it until the state changes.
+    def copy_state(self) -> StoredMessages:
+        """Return the messages of a download. Downloads share them until the state changes.
 
-        The copy is on the disk: with a model of 1 billion parameters and float16 it has 6 GB. hivemind sends the live
-        tensors: a long download would mix two steps. Second moments, which the optimizer names, are sent as their
-        roots: most are below 6e-8, and would become 0 in float16. The error of the roots is 0.05 % or 3e-8.
+        They are on the disk: with a model of 1 billion parameters and float16 they have 6 GB. hivemind sends the live
+        tensors: a long download would mix two steps.
         """
         with self.frozen_state() as (metadata, tensors):
-            if (copy := self._copy) is None:
-                first, roots = len(self._optimized_parameters()), self._second_moments()
-                infos = [
-                    CompressionInfo.from_tensor(
-                        tensor, index, role=TensorRole.OPTIMIZER if index >= first else TensorRole.PARAMETER
-                    )
-                    for index, tensor in enumerate(tensors)
-                ]
-                copies = (t.sqrt() if index in roots else t for index, t in enumerate(tensors))
-                stored = StoredTensors(map(self._pack, copies, infos), self.folder)
-                copy = self._copy = metadata, stored, infos
-            return copy
+            if self._copy is None:
+                self._copy = StoredMessages(self._serialize(metadata, tensors), self.folder)
+            return self._copy
 
-    def get_current_state(self) -> tuple[dict, tuple, tuple]:
-        """Return the copy for hivemind, which moves the tensors to shared memory, but not what is beside them."""
+    def _serialize(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> Iterator[bytes]:
+        """Yield a state as the messages of a download.
+
+        Second moments, which the optimizer names, are sent as their roots: most are below 6e-8, and would become 0 in
+        float16. The error of the roots is 0.05 % or 3e-8.
+        """
+        packed, first = self.serializer.dumps(metadata), len(self.layout.parameters)
+        for index, tensor in enumerate(tensors):
+            role = TensorRole.OPTIMIZER if index >= first else TensorRole.PARAMETER
+            info = CompressionInfo.from_tensor(tensor, index, role=role)
+            tensor = tensor.sqrt() if index in self.layout.second_moments else tensor
+            for part in split_for_streaming(self.state_compression.compress(tensor, info)):
+                yield averaging_pb2.DownloadData(tensor_part=part, metadata=packed).SerializeToString()
+                packed = b""
+
+    def get_current_state(self) -> tuple[None, tuple, StoredMessages]:
+        """Return the copy for hivemind, which moves tensors to shared memory, but not what is beside them."""
         try:
-            metadata, *copy = self.copy_state()
+            return None, (), self.copy_state()
         except OSError as error:
             raise OSError(f"A peer cannot download the state: no copy of it in {self.folder} ({error})") from None
-        return metadata, (), tuple(copy)
 
-    async def _get_current_state_from_host_process(self) -> tuple[bytes, StoredTensors, list[CompressionInfo]]:
-        metadata, _, (tensors, infos) = await super()._get_current_state_from_host_process()
-        return metadata, tensors, infos
-
-    def _pack(self, tensor: torch.Tensor, info: CompressionInfo) -> torch.Tensor:
-        """Convert a tensor to float16 if it is sent so."""
-        compression = self.state_compression
-        while isinstance(compression, AdaptiveCompressionBase):
-            compression = compression.choose_compression(info)
-        if type(compression) is Float16Compression:
-            tensor = tensor.clamp(compression.FP16_MIN, compression.FP16_MAX).half()
-        return tensor
+    async def _read_copy(self) -> AsyncIterator[averaging_pb2.DownloadData]:
+        _, _, messages = await self._get_current_state_from_host_process()
+        for message in messages:
+            yield averaging_pb2.DownloadData.FromString(message)
 
     async def rpc_download_state(
-        self, request: averaging_pb2.DownloadRequest, context: P2PContext
+        self, _request: averaging_pb2.DownloadRequest, context: P2PContext
     ) -> AsyncIterator[averaging_pb2.DownloadData]:
         reader = context.remote_id
-        if self._uploads[reader] >= self.MAX_UPLOADS or self._uploads.total() >= self.MAX_UPLOADS_OF_ALL:
+        is_busy = self._uploads[reader] >= self.MAX_UPLOADS or self._uploads.total() >= self.MAX_UPLOADS_OF_ALL
+        if is_busy or not self.allow_state_sharing:
             return
         self._uploads[reader] += 1
         try:
             async with asyncio.timeout(self.GRACE_SECONDS) as limit:
-                async for message in self._keep_stream_open(super().rpc_download_state(request, context)):
-                    if message.tensor_part.dtype == "float16":  # see _pack
-                        message.tensor_part.dtype = "float32"
+                async for message in self._keep_stream_open(self._read_copy()):
                     yield message
                     rate = self.BUSY_RATE if self._uploads.total() > self.MAX_UPLOADS_OF_ALL / 2 else self.LEAST_RATE
                     limit.reschedule(limit.when() + len(message.tensor_part.buffer) / rate)
@@ -265,7 +254,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         if is_busy or not self.allow_state_sharing:
             return averaging_pb2.DownloadData()
         self._comparisons.append((reader, now))
-        return pack_elements(self.groups(self._tensors()), request)
+        return pack_elements(self.layout.groups(self.layout.tensors()), request)
 
     # Downloading a state
 
@@ -306,7 +295,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         state = None
         self._downloads.add(asyncio.current_task())
         try:
-            state = await StateDownload(self, *query).run()
+            state = await StateDownload(self, self.layout, self.donor_timeout, *query).run()
         finally:
             self._downloads.discard(asyncio.current_task())
             future.set_result(state)
@@ -317,102 +306,3 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
             download.cancel()
         await asyncio.gather(*self._downloads, return_exceptions=True)
         await super()._shutdown(timeout)
-
-    # Checking a state
-
-    @property
-    def max_metadata_bytes(self) -> int:
-        """Bound on the size of a donor's metadata; the name of a statistic has some 10 bytes."""
-        return 2**16 + 256 * len(self._statistics())
-
-    def expected_tensors(self, metadata: dict) -> list[TensorSpec]:
-        """Return the specs of the tensors of a state; StateLoadError if it is another optimizer's."""
-        if metadata.get("statistics") != self._statistic_names():
-            raise StateLoadError(
-                "it is the state of another optimizer (pass the same --optimizer and --local_updates to all peers) or "
-                "of another version"
-            )
-        return [TensorSpec(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in self._tensors()]
-
-    def check_state(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> None:
-        """Check that a state has a step, this peer's shapes and optimizer, and finite values.
-
-        A negative scalar statistic, such as a step count, or second moment would make the next update NaN.
-
-        :raises StateLoadError: if the state does not fit
-        """
-        check_epoch(metadata)
-        if [tuple(tensor.shape) for tensor in tensors] != [spec.shape for spec in self.expected_tensors(metadata)]:
-            raise StateLoadError("its tensors have other shapes (another model, or an incomplete state)")
-        if not all_finite(tensors):
-            raise StateLoadError("its parameters or its optimizer statistics are not finite")
-        first, moments = len(self._optimized_parameters()), self._second_moments()
-        for index, (tensor, name) in enumerate(zip(tensors[first:], self._statistic_names(), strict=True), first):
-            if (index in moments or not tensor.ndim) and tensor.numel() and tensor.min() < 0:
-                raise StateLoadError("its optimizer statistics are negative")
-            if name == "step" and tensor > MAX_STEP:
-                raise StateLoadError("its optimizer has an impossible step count")
-
-    def check_moments(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Raise StateLoadError if no gradients could have made the first moments of a downloaded state.
-
-        |m| <= C sqrt(v) for any gradients (Cauchy-Schwarz), with C = 7.3 for the default betas. Otherwise the next
-        step might change the weights by a factor of 8e7. A state on the own disk may be of other betas.
-        """
-        beta1, beta2 = self.optimizer.param_groups[0].get("betas", (0.0, 0.0))
-        squared = (1 - beta1) ** 2 / ((1 - beta2) * (1 - beta1**2 / beta2)) if beta1**2 < beta2 else math.inf
-        ratio = max(10.0, 1.01 * squared**0.5)
-        first, names = len(self._optimized_parameters()), self._statistic_names()
-        for index in self._second_moments():
-            has_first = names[index - first - 1] == names[index - first].removesuffix("_sq")  # the names are sorted
-            if has_first and (tensors[index - 1].abs() > ratio * (tensors[index].sqrt() + FLOAT16_ERROR)).any():
-                raise StateLoadError("its optimizer has moments that no gradients could have made")
-
-    def groups(self, tensors: Sequence[torch.Tensor]) -> Groups:
-        """Return the parameters of a state, and its statistics of each name without single numbers."""
-        first, groups = len(self._optimized_parameters()), defaultdict(list)
-        for name, tensor in zip(self._statistic_names(), tensors[first:], strict=True):
-            if tensor.ndim:
-                groups[name].append(tensor)
-        return [tensors[:first], *groups.values()]
-
-    def unpack_state(self, tensors: list[torch.Tensor]) -> None:
-        """Square the statistics of a received state whose roots the donor sends, in place."""
-        for index in self._second_moments():
-            tensors[index].square_()
-
-    def _tensors(self) -> list[torch.Tensor]:
-        """Return the tensors of a state: the parameters, then the statistics. Single numbers are of float64."""
-        values = (statistics[name] for statistics, name in self._statistics())
-        scalars = (
-            v if isinstance(v, torch.Tensor) and v.ndim else torch.as_tensor(v, dtype=torch.float64) for v in values
-        )
-        return [*self._optimized_parameters(), *scalars]
-
-    def _second_moments(self) -> set[int]:
-        """Return the numbers of the tensors of a state that are sent as roots, see `copy_state`."""
-        names = enumerate(self._statistic_names(), len(self._optimized_parameters()))
-        return {index for index, name in names if name in self.optimizer.second_moments}
-
-    def _statistics(self) -> list[tuple[dict, str]]:
-        """Return where each statistic of the optimizer is: the statistics of a parameter, and the name."""
-        states = (self.optimizer.state[parameter] for parameter in self._optimized_parameters())
-        return [(statistics, name) for statistics in states for name in sorted(statistics)]
-
-    def _statistic_names(self) -> list[str]:
-        return [name for _, name in self._statistics()]
-
-    def _optimized_parameters(self) -> list[torch.Tensor]:
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-
-
-def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether no tensor has NaN or Inf. Takes one fused norm and one synchronization with the device.
-
-    The Euclidean norm overflows for finite values above 1e19. Only then all values are examined, which takes a CPU
-    nine times as long, as does the maximum norm.
-    """
-    floating = [tensor.float() for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
-    if not floating or bool(torch.nn.utils.get_total_norm(floating).isfinite()):
-        return True
-    return all(bool(tensor.isfinite().all()) for tensor in floating)

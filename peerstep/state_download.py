@@ -8,38 +8,27 @@ import math
 import os
 import random
 import time
-from collections import deque
-from collections.abc import Iterable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from hivemind.p2p import PeerID
+from hivemind.p2p.servicer import StubBase
 from hivemind.proto import averaging_pb2
 from hivemind.utils import get_logger
 from hivemind.utils.timed_storage import ValueWithExpiration
 
+from peerstep.base import SafeAverager
 from peerstep.comparison import agrees
-from peerstep.history import MAX_STEP, Marks, different_marks, read_marks
+from peerstep.history import MAX_STEP, Marks, different_marks
 from peerstep.records import signer_of
+from peerstep.state_layout import OldStateError, StateLayout, StateLoadError, read_position
 from peerstep.wire import TensorAssembler
-
-if TYPE_CHECKING:
-    from peerstep.state import TrainingStateAverager
 
 logger = get_logger(__name__)
 
 DHT_TIMEOUT = 30.0  # seconds for reading the offers
 State = tuple[str, dict, list[torch.Tensor]]  # a donor's peer ID, metadata and tensors
-
-
-class StateLoadError(ValueError):
-    """Raised if an offered state cannot be used."""
-
-
-class OldStateError(StateLoadError):
-    """Raised if a state is older than required."""
 
 
 class DoubtfulStepError(StateLoadError):
@@ -60,7 +49,9 @@ class StateDownload:
     quarters of the time that was left when it began.
     """
 
-    averager: "TrainingStateAverager"
+    averager: SafeAverager  # of this peer, through which the donors are asked
+    layout: StateLayout
+    donor_timeout: float  # seconds that a donor may be silent
     min_epoch: int  # oldest acceptable step
     credible_epoch: int | None  # newest step that the run is known to be at; None if unknown
     timeout: float  # seconds
@@ -71,7 +62,7 @@ class StateDownload:
     NUM_COMPARED = 7  # other donors that are asked for some elements of a state
     COMPARE_TIMEOUT = 10.0  # seconds
     EPOCH_SLACK = 2
-    GRACE_SECONDS = 10.0  # before a donor's rate is judged
+    PACE_GRACE = 10.0  # seconds before a donor's rate is judged
 
     def __post_init__(self):
         self.started = time.monotonic()
@@ -79,17 +70,15 @@ class StateDownload:
         # With a timeout of 600 s, 1000 unreachable donors take at most 320 s. Dialing through a relay takes 6 to 18 s.
         self.dial_timeout = min(20.0, max(3.0, self.timeout / 20))
         self._dials: dict[PeerID, asyncio.Task] = {}
-        self._queue: deque[PeerID] = deque()  # donors that were not asked yet
-        self._doubted: list[PeerID] = []
+        self._queue: list[PeerID] = []  # donors that are left, the next one last
+        self._doubtful: list[PeerID] = []  # those of a step that is not credible
         self._contradicted: State | None = None
-        self._told_credible_step = False
-        self._may_retry = False
+        self._told_credible_step = self._may_retry = self._believes_all = False
 
     async def run(self) -> State | None:
         """Return a donor's peer ID, metadata and tensors."""
         for attempt in range(self.MAX_ATTEMPTS):
             await asyncio.sleep(attempt)
-            self._may_retry = False
             state = await self._ask_all()
             if state is not None or not self._may_retry:
                 break
@@ -102,31 +91,24 @@ class StateDownload:
 
     async def _ask_all(self) -> State | None:
         """Ask each donor once. Sets `_may_retry` after a failure that may be temporary, such as a lost connection."""
-        offers = await self._find_offers()
-        likely, unlikely = rank_donors(offers, self.max_epoch)
-        self._doubted, self._told_credible_step, slots = [], False, asyncio.Semaphore(self.MAX_DIALS)
-        self._dials = {donor: asyncio.create_task(self._dial(donor, slots)) for donor in (*likely, *unlikely)}
+        self._may_retry = self._told_credible_step = self._believes_all = False
+        offers, slots = await self._find_offers(), asyncio.Semaphore(self.MAX_DIALS)
+        self._queue, self._doubtful = rank_donors(offers, self.max_epoch, self.averager.peer_id)
+        donors = (*self._queue, *self._doubtful)
+        self._dials = {donor: asyncio.create_task(self._dial(donor, slots)) for donor in donors}
         try:
-            state = await self._ask_in_turn(likely, believe_all=False)
-            if state is None and not self._told_credible_step:
-                state = await self._ask_in_turn((*self._doubted, *unlikely), believe_all=True)
-                if state is not None:
-                    logger.warning(
-                        f"No peer offers a state of step #{self.credible_epoch}, the current step "
-                        "of the run: using the state of another step"
-                    )
-            return state
+            while time.monotonic() < self.deadline:
+                if not self._queue:
+                    if self._told_credible_step or not self._doubtful:
+                        return None
+                    self._queue, self._doubtful, self._believes_all = self._doubtful, [], True
+                if (state := await self._ask(self._queue.pop())) is not None:
+                    return state
+            return None
         finally:
             for dial in self._dials.values():
                 dial.cancel()
             await asyncio.gather(*self._dials.values(), return_exceptions=True)
-
-    async def _ask_in_turn(self, donors: Iterable[PeerID], believe_all: bool) -> State | None:
-        self._queue = deque(donor for donor in donors if donor != self.averager.peer_id)
-        while self._queue and time.monotonic() < self.deadline:
-            if (state := await self._ask(self._queue.popleft(), believe_all)) is not None:
-                return state
-        return None
 
     @property
     def max_epoch(self) -> float:
@@ -156,7 +138,7 @@ class StateDownload:
             except Exception as error:
                 return error
 
-    async def _ask(self, donor: PeerID, believe_all: bool) -> State | None:
+    async def _ask(self, donor: PeerID) -> State | None:
         """Request and check the state of a donor, if the donor is reachable; None if it has failed."""
         try:
             if (error := await self._dials[donor]) is not None:
@@ -164,18 +146,22 @@ class StateDownload:
                 self._may_retry |= not isinstance(error, TimeoutError)
                 return None
             logger.info(f"Downloading the state from {donor}")
-            metadata, tensors = await self._receive(donor, believe_all)
-            self.averager.check_state(metadata, tensors)
-            self.averager.check_moments(tensors)
+            metadata, tensors = await self._receive(donor)
+            self.layout.unpack(metadata, tensors)
             state = str(donor), metadata, tensors
             if await self._is_contradicted(donor, tensors):
                 logger.warning(f"Postponed the state that {donor} offers: other peers have another")
                 self._contradicted = self._contradicted or state
                 return None
+            if self._believes_all:
+                logger.warning(
+                    f"No peer offers a state of step #{self.credible_epoch}, the current step of the run: using the "
+                    "state of another step"
+                )
             return state
         except DoubtfulStepError as error:
             logger.warning(f"Postponed the state that {donor} offers: {error}")
-            self._doubted.append(donor)
+            self._doubtful.append(donor)
         except OldStateError as error:
             logger.info(f"Not using the state that {donor} offers: {error}")
         except ValueError as error:
@@ -188,65 +174,62 @@ class StateDownload:
     async def _is_contradicted(self, donor: PeerID, tensors: list[torch.Tensor]) -> bool:
         """Whether most of some other donors have another state, by elements that the donor could not know of."""
         reached = (peer for peer, dial in self._dials.items() if dial.done() and dial.result() is None)
-        others = [peer for peer in reached if peer not in (donor, self.averager.peer_id)]
+        others = [peer for peer in reached if peer != donor]
         chosen = random.sample(others, min(self.NUM_COMPARED, len(others)))
         answers = await asyncio.gather(*(self._compare(peer, tensors) for peer in chosen))
         return answers.count(False) > answers.count(True)
 
     async def _compare(self, peer: PeerID, tensors: list[torch.Tensor]) -> bool | None:
         """Whether a peer has about the same state as a donor; None if it does not say."""
-        averager, seed = self.averager, os.urandom(8)
+        seed = os.urandom(8)
         try:
-            stub = averager.get_stub(averager._p2p, peer, namespace=averager.prefix)
             async with asyncio.timeout(self.COMPARE_TIMEOUT):
-                answer = await stub.rpc_compare_state(averaging_pb2.DownloadData(metadata=seed))
-            return agrees(averager.groups(tensors), seed, answer)
+                answer = await self._stub(peer).rpc_compare_state(averaging_pb2.DownloadData(metadata=seed))
+            return agrees(self.layout.groups(tensors), seed, answer)
         except Exception as error:
             logger.debug(f"{peer} does not say whether its state is the same: {error!r}")
             return None
 
-    async def _receive(self, donor: PeerID, believe_all: bool) -> tuple[dict, list[torch.Tensor]]:
+    def _stub(self, peer: PeerID) -> StubBase:
+        return self.averager.get_stub(self.averager._p2p, peer, namespace=self.averager.prefix)
+
+    async def _receive(self, donor: PeerID) -> tuple[dict, list[torch.Tensor]]:
         """Receive the state of a donor; ValueError if it is not usable or not the expected one."""
-        averager = self.averager
-        stub = averager.get_stub(averager._p2p, donor, namespace=averager.prefix)
         async with asyncio.timeout(self._max_silence()):
-            stream = await stub.rpc_download_state(averaging_pb2.DownloadRequest())
+            stream = await self._stub(donor).rpc_download_state(averaging_pb2.DownloadRequest())
+        assembler, began = None, 0.0
         async with aclosing(stream):
-            async with asyncio.timeout(self._max_silence()):
-                message = await anext(stream, None)
-            if message is None:
-                raise ConnectionError("it offers no state any more, or serves too many peers")
-            metadata = self._read_metadata(message.metadata, believe_all)
-            assembler, began = TensorAssembler(averager.expected_tensors(metadata)), time.monotonic()
             while True:
-                assembler.add(message.tensor_part)
-                if assembler.is_complete:
-                    averager.unpack_state(assembler.tensors)
-                    return metadata, assembler.tensors
-                self._check_pace(began, assembler.fraction)
                 async with asyncio.timeout(self._max_silence()):
                     message = await anext(stream, None)
+                if message is None and assembler is None:
+                    raise ConnectionError("it offers no state any more, or serves too many peers")
                 if message is None:
                     raise ConnectionError(
                         f"the stream ended after {len(assembler.tensors)} of {len(assembler.specs)} tensors"
                     )
+                if assembler is None:
+                    metadata = self._read_metadata(message.metadata)
+                    assembler, began = TensorAssembler(self.layout.specs(metadata)), time.monotonic()
+                assembler.add(message.tensor_part)
+                if assembler.is_complete:
+                    return metadata, assembler.tensors
+                self._check_pace(began, assembler.fraction)
 
-    def _read_metadata(self, serialized: bytes, believe_all: bool) -> dict:
-        if len(serialized) > self.averager.max_metadata_bytes:
+    def _read_metadata(self, serialized: bytes) -> dict:
+        if len(serialized) > self.layout.max_metadata_bytes:
             raise StateLoadError(f"its metadata is too large ({len(serialized)} bytes)")
         try:
             metadata = self.averager.serializer.loads(serialized)
         except Exception:
             raise StateLoadError("its metadata cannot be read") from None
-        check_epoch(metadata, self.min_epoch)
-        if different_marks(self.marks, read_marks(metadata)):
+        position = read_position(metadata, self.min_epoch)
+        if different_marks(self.marks, position.marks):
             raise StateLoadError("it is of another history of the run")
-        if metadata["epoch"] <= self.max_epoch:
+        if position.step <= self.max_epoch:
             self._told_credible_step = True
-        elif not believe_all:
-            raise DoubtfulStepError(
-                f"it is of step #{metadata['epoch']}, but the run is at step #{self.credible_epoch}"
-            )
+        elif not self._believes_all:
+            raise DoubtfulStepError(f"it is of step #{position.step}, but the run is at step #{self.credible_epoch}")
         return metadata
 
     def _others_are_left(self) -> bool:
@@ -255,35 +238,28 @@ class StateDownload:
 
     def _max_silence(self) -> float:
         remaining = max(0.0, self.deadline - time.monotonic())
-        return min(self.averager.donor_timeout, remaining / 4 if self._others_are_left() else remaining)
+        return min(self.donor_timeout, remaining / 4 if self._others_are_left() else remaining)
 
     def _check_pace(self, began: float, fraction: float) -> None:
         """Raise ConnectionError if a donor cannot deliver in time and another reachable donor is left."""
         elapsed, available = time.monotonic() - began, self.deadline - began
-        is_too_slow = elapsed > min(self.GRACE_SECONDS, available / 10) and elapsed > fraction * 0.75 * available
+        is_too_slow = elapsed > min(self.PACE_GRACE, available / 10) and elapsed > fraction * 0.75 * available
         if is_too_slow and self._others_are_left():
             raise ConnectionError(f"too slow: received {fraction:.1%} in {elapsed:.0f} seconds; asking another donor")
 
 
-def rank_donors(offers: object, max_epoch: float) -> tuple[list[PeerID], list[PeerID]]:
-    """Sort donors by the priority of their offer, which is their step: highest first, ties at random.
+def rank_donors(offers: object, max_epoch: float, own_id: PeerID) -> tuple[list[PeerID], list[PeerID]]:
+    """Sort donors by the priority of their offer, which is their step: highest last, ties at random.
 
-    :returns: the donors with a credible step, and the other donors; malformed offers are skipped
+    :returns: the donors with a credible step, and the other donors, without this peer and malformed offers
     """
-    likely, unlikely = {}, {}
+    ranks = {}
     for subkey, offer in offers.items() if isinstance(offers, dict) else ():
         priority = offer.value if isinstance(offer, ValueWithExpiration) else None
         if isinstance(priority, int | float) and 0 <= priority <= MAX_STEP:
-            donors = likely if priority <= max_epoch else unlikely
             with suppress(ValueError):
-                donors[signer_of(subkey)] = (priority, random.random())
-    return sorted(likely, key=likely.get, reverse=True), sorted(unlikely, key=unlikely.get, reverse=True)
-
-
-def check_epoch(metadata: object, min_epoch: int = 0) -> None:
-    """Check the step in the metadata of a state; OldStateError if it is before `min_epoch`."""
-    epoch = metadata.get("epoch") if isinstance(metadata, dict) else None
-    if type(epoch) is not int or not 0 <= epoch <= MAX_STEP:
-        raise StateLoadError("it has no step number")
-    if epoch < min_epoch:
-        raise OldStateError(f"it is of step #{epoch}, no later than #{min_epoch - 1}")
+                ranks[signer_of(subkey)] = priority, random.random()
+    ranks.pop(own_id, None)
+    donors = sorted(ranks, key=ranks.get)
+    likely = [donor for donor in donors if ranks[donor][0] <= max_epoch]
+    return likely, [donor for donor in donors if ranks[donor][0] > max_epoch]

@@ -25,7 +25,7 @@ from cotrain.training import checkpoints
 from cotrain.training.checkpoints import SavedState
 from peerstep import records as dht_records
 from peerstep.clock import run_time
-from peerstep.history import different_marks, read_marks
+from peerstep.history import different_marks, parse_marks
 from peerstep.state import TrainingStateAverager
 from peerstep.swarm import Swarm
 
@@ -92,7 +92,7 @@ class CheckpointKeeper:
             if metadata["epoch"] > max_step:
                 raise TemporaryError(f"{donor} offers step #{metadata['epoch']}, which no trainer has reported")
             # Trainers that have found no offer and began anew do not replace it.
-            if self._has_gone_back and different_marks(self.averager.marks, read_marks(metadata)) is None:
+            if self._has_gone_back and different_marks(self.averager.marks, parse_marks(metadata["marks"])) is None:
                 self._has_gone_back = False
                 raise TemporaryError(f"{donor} is at step #{metadata['epoch']} of a run that has begun anew")
             self.averager.restore(metadata, tensors)

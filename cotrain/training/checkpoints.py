@@ -21,7 +21,7 @@ from safetensors.torch import save_model
 from cotrain.common.atomic_files import new_folder
 from cotrain.common.errors import first_line
 from cotrain.task import Task
-from peerstep.state import StateLoadError, TrainingStateAverager
+from peerstep.state import TrainingStateAverager
 
 logger = get_logger(__name__)
 
@@ -84,7 +84,7 @@ def restore_newest(folder: Path, run_id: str, averager: TrainingStateAverager) -
             state = load_training_state(path / STATE_FILE, run_id)
             averager.restore(state.metadata, state.tensors)
             return state
-        except (ValueError, StateLoadError) as error:
+        except ValueError as error:
             logger.warning(f"Skipping {path}: {error}")
     return None
 

@@ -35,7 +35,7 @@ from peerstep.coordinator import Outcome, StepRecord
 from peerstep.optimizer import CollaborativeOptimizer
 from peerstep.processes import Watchdog
 from peerstep.records import signer_of
-from peerstep.state import StateLoadError, all_finite
+from peerstep.state_layout import StateLoadError, all_finite
 from peerstep.swarm import Swarm, supervise
 
 logger = get_logger(__name__)

@@ -46,7 +46,7 @@ from cotrain.peer.run_config import RunConfig, check_safe, choose, refuse_differ
 from peerstep import redial
 from peerstep.bounds import MIN_WEIGHT, Bounds, ViolationError
 from peerstep.compression import COMPRESSIONS
-from peerstep.history import MAX_STEP, NUM_MARKS, add_mark, parse_marks, read_marks
+from peerstep.history import MAX_STEP, NUM_MARKS, add_mark, parse_marks
 from peerstep.matchmaking import (
     MAX_HELD_REQUESTS,
     Claims,
@@ -58,12 +58,14 @@ from peerstep.matchmaking import (
 from peerstep.node import DHTProtocol, bucket_of
 from peerstep.progress_record import PeerProgress, parse_progress
 from peerstep.records import peer_id_of
-from peerstep.state_download import StateDownload, StateLoadError, check_epoch, rank_donors
+from peerstep.state_download import StateDownload, rank_donors
+from peerstep.state_layout import read_position
 from peerstep.wire import TensorAssembler, TensorSpec, check_tensor
 from run_training_monitor import ARGUMENTS as MONITOR_ARGUMENTS
 from tests.fuzz.mutations import NUMBERS, altered, altered_fields, bounded, damaged, fuzz, to_json
 from tests.support.dht_records import entries, metric, trainer_record
 from tests.support.offline import offline_averager
+from tests.support.state import snapshot
 
 GRADIENT, PARAMETER = TensorRole.GRADIENT, TensorRole.PARAMETER
 KEY = RSAPrivateKey()
@@ -124,7 +126,7 @@ def read_everywhere(name: str, value: object) -> None:
     elif name == "run_config":
         choose({SUBKEY: value}, {PEER}, "run")
     else:
-        rank_donors({SUBKEY: found[PEER]}, max_epoch=17)
+        rank_donors({SUBKEY: found[PEER]}, 17, None)
 
 
 @fuzz(100)
@@ -210,8 +212,6 @@ def test_marks(draw):
     metadata = draw(altered({"epoch": 17, "marks": MARKS}))
     marks = bounded(parse_marks, metadata.get("marks") if isinstance(metadata, dict) else metadata)
     assert marks is None or len(add_mark(marks, 18, bytes(20))) <= NUM_MARKS
-    if isinstance(metadata, dict):
-        assert bounded(read_marks, metadata, refusals=()) == (marks if "marks" in metadata and marks else ())
 
 
 @cache
@@ -322,9 +322,9 @@ def test_offers(draw):
     offers = draw(altered({SUBKEY: 17.0}))
     if isinstance(offers, dict):
         offers = {key: ValueWithExpiration(value, 1e12) for key, value in offers.items()}
-    likely, unlikely = bounded(rank_donors, offers, 17.0, refusals=())
+    likely, unlikely = bounded(rank_donors, offers, 17.0, None, refusals=())
     assert set(likely + unlikely) <= {PEER}
-    bounded(check_epoch, draw(altered({"epoch": 17})), 3, refusals=(StateLoadError,))
+    bounded(read_position, draw(altered({"epoch": 17, "marks": MARKS})), 3)
 
 
 @cache
@@ -335,30 +335,29 @@ def averager():
 @fuzz(30)
 def test_states(draw):
     own = averager()
-    marks = draw(st.sampled_from([(), read_marks({"marks": MARKS}), ((16, "1" * 12),)]))
-    download = StateDownload(own, min_epoch=8, credible_epoch=20, timeout=60.0, marks=marks)
-    metadata, tensors, _ = own.copy_state()
+    marks = draw(st.sampled_from([(), parse_marks(MARKS), ((16, "1" * 12),)]))
+    download = StateDownload(own, own.layout, 60.0, min_epoch=8, credible_epoch=20, timeout=60.0, marks=marks)
+    metadata, tensors = snapshot(own)
     metadata = {**metadata, "epoch": draw(st.sampled_from([17] * 3 + [7, 30, MAX_STEP])), "marks": MARKS}
     metadata["statistics"] = draw(altered(metadata["statistics"]))
     packed = draw(damaged(MSGPackSerializer.dumps(draw(altered(metadata, most=1)))))
     packed += bytes(draw(st.sampled_from([0] * 7 + [2**18])))
     position, value = draw(st.integers(0, len(tensors) - 1)), draw(st.sampled_from([0.0, *map(float, NUMBERS)]))
-    tensors = [tensor.clone() for tensor in tensors]
     limit = 3e38 if tensors[position].is_floating_point() else 2.0**62
     tensors[position].fill_(value if limit > 2.0**62 and math.isinf(value) else min(max(value, -limit), limit))
 
-    believe_all, num_sent = draw(st.booleans()), draw(st.sampled_from([len(tensors)] * 7 + [0, len(tensors) - 1]))
+    download._believes_all = draw(st.booleans())
+    num_sent = draw(st.sampled_from([len(tensors)] * 7 + [0, len(tensors) - 1]))
 
     def receive() -> bool:
-        received = download._read_metadata(packed, believe_all)
-        assembler = TensorAssembler(own.expected_tensors(received))
+        received = download._read_metadata(packed)
+        assembler = TensorAssembler(own.layout.specs(received))
         for tensor in tensors[:num_sent]:
             for chunk in split_for_streaming(COMPRESSIONS["none"]().compress(tensor, info=None)):
                 assembler.add(chunk)
         if not assembler.is_complete:  # the download waits for more, until the stream ends
             return False
-        own.unpack_state(assembler.tensors)
-        own.check_moments(assembler.tensors)
+        own.layout.unpack(received, assembler.tensors)
         own.restore(received, assembler.tensors)
         own.copy_state()  # for the next peer
         return True

@@ -52,6 +52,7 @@ from tests.fuzz.test_parsers import (
     spec_of,
 )
 from tests.support.dht_records import metric
+from tests.support.state import snapshot
 
 LIMIT = DEFAULT_MAX_MSG_SIZE - 100
 MAX_KEPT = 8192  # bytes of what a parser returns, pickled
@@ -176,7 +177,7 @@ def ask_for_token(content: bytes) -> bytes:
 
 
 def read_metadata(content: bytes) -> int:
-    return StateDownload(averager(), 8, 20, 60.0)._read_metadata(content, False)["epoch"]
+    return StateDownload(averager(), averager().layout, 60.0, 8, 20, 60.0)._read_metadata(content)["epoch"]
 
 
 def assemble(content: bytes) -> int:
@@ -188,7 +189,7 @@ def assemble(content: bytes) -> int:
 
 
 def make_metadata() -> bytes:
-    return MSGPackSerializer.dumps({**averager().copy_state()[0], "epoch": 17, "marks": MARKS})
+    return MSGPackSerializer.dumps({**snapshot(averager())[0], "epoch": 17, "marks": MARKS})
 
 
 def make_answer() -> averaging_pb2.DownloadData:

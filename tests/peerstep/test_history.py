@@ -12,7 +12,6 @@ from peerstep.history import (
     add_mark,
     outranks,
     parse_marks,
-    read_marks,
 )
 
 
@@ -50,7 +49,7 @@ def test_marks_are_the_newest_of_one_history():
     for step in range(8, 90, 8):
         newest = add_mark(newest, step, bytes([step] * 20))
     assert len(newest) == NUM_MARKS and newest[-1] == (88, "58" * MARK_BYTES)
-    assert parse_marks([list(mark) for mark in newest]) == newest == read_marks({"marks": newest})
+    assert parse_marks([list(mark) for mark in newest]) == newest
     back = add_mark(newest, 40, b"other ID")
     assert [step for step, _ in back] == [32, 40]
     alone = newest
@@ -59,4 +58,6 @@ def test_marks_are_the_newest_of_one_history():
     assert [step for step, _ in alone] == [56, 64, 72, 80, 88, 872, 880, 888], "it knows where it has left the others"
     assert outranks(Position(90, newest), 3, Position(890, alone), 1)
     assert all(a < b for a, b in itertools.pairwise(back))
-    assert read_marks({}) == read_marks({"marks": [["8", "x"]]}) == ()
+    for malformed in (None, [["8", "x"]]):
+        with pytest.raises(ValueError, match="wrong marks"):
+            parse_marks(malformed)

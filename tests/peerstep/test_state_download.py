@@ -19,8 +19,9 @@ from cotrain.training import builders
 from peerstep import wire
 from peerstep.comparison import agrees, choose_elements, pack_elements
 from peerstep.records import signer_of
-from peerstep.state import StateLoadError, TrainingStateAverager
+from peerstep.state import TrainingStateAverager
 from peerstep.state_download import StateDownload, rank_donors
+from peerstep.state_layout import StateLoadError
 from tests.support.models import build_model
 from tests.support.offline import offline_averager
 from tests.support.peers import wait_until
@@ -32,6 +33,7 @@ from tests.support.state import (
     flat,
     learning_rates,
     offer,
+    receive,
     snapshot,
 )
 
@@ -63,7 +65,7 @@ def test_state_survives_the_transfer(donors, optimizer, compression, tolerance, 
     assert learning_rates(newcomer.optimizer) == learning_rates(donor.optimizer)
     assert torch.allclose(flat(newcomer.main_parameters), flat(donor.main_parameters), rtol=tolerance, atol=1e-6)
     ours, theirs = statistics(newcomer), statistics(donor)
-    assert len(ours) == len(donor._optimized_parameters()) * (6 if optimizer == "lamb" else 3)
+    assert len(ours) == len(donor.layout.parameters) * (6 if optimizer == "lamb" else 3)
     for own, other in zip(ours, theirs, strict=True):
         assert torch.allclose(torch.as_tensor(own), torch.as_tensor(other), rtol=tolerance, atol=1e-6)
     assert {float(entry["step"]) for entry in newcomer.optimizer.state.values()} == {5002.0}
@@ -71,7 +73,7 @@ def test_state_survives_the_transfer(donors, optimizer, compression, tolerance, 
         fill_gradients(averager, seed=3)
         averager.apply_update(3)
     assert torch.allclose(
-        flat(newcomer._optimized_parameters()), flat(donor._optimized_parameters()), rtol=10 * tolerance, atol=1e-3
+        flat(newcomer.layout.parameters), flat(donor.layout.parameters), rtol=10 * tolerance, atol=1e-3
     )
 
 
@@ -166,8 +168,8 @@ def make_download(
     *dials: Exception | None, timeout: float = 100.0, credible_epoch: int | None = None
 ) -> StateDownload:
     """Build a download that has dialed further donors, with these results."""
-    averager = SimpleNamespace(donor_timeout=60.0, max_metadata_bytes=100, serializer=MSGPackSerializer)
-    download = StateDownload(averager, 0, credible_epoch, timeout=timeout)
+    averager, layout = SimpleNamespace(serializer=MSGPackSerializer), SimpleNamespace(max_metadata_bytes=100)
+    download = StateDownload(averager, layout, 60.0, 0, credible_epoch, timeout=timeout)
     for number, result in enumerate(dials):
         download._dials[number] = Future()
         download._dials[number].set_result(result)
@@ -329,7 +331,7 @@ def test_all_moments_that_gradients_make_are_accepted(betas):
     for values in averager.optimizer.state.values():
         values["exp_avg"].fill_(first)
         values["exp_avg_sq"].fill_(second)
-    averager.check_moments(snapshot(averager)[1])
+    receive(averager.copy_state(), averager)
 
 
 def test_elements_are_chosen_from_all_tensors_by_the_seed():
@@ -415,10 +417,10 @@ def test_donors_are_ranked_by_step_without_malformed_offers():
     signers = [RSASignatureValidator(RSAPrivateKey()).local_public_key for _ in offers]
     offers = [ValueWithExpiration(value, 1e12) for value in offers[:-1]] + [None]
     unsigned = {"text": offers[0], signer_of(signers[0]).to_bytes(): offers[1]}
-    likely, unlikely = rank_donors(dict(zip(signers, offers, strict=True)) | unsigned, max_epoch=5)
-    assert likely == [signer_of(signers[number]) for number in (1, 2, 0, 9)]
-    assert unlikely == [signer_of(signers[10])]
-    assert rank_donors(b"\xc1", 5) == rank_donors(None, 5) == ([], [])
+    ids = list(map(signer_of, signers))
+    likely, unlikely = rank_donors(dict(zip(signers, offers, strict=True)) | unsigned, 5, own_id=ids[2])
+    assert likely == [ids[number] for number in (9, 0, 1)] and unlikely == [ids[10]]
+    assert rank_donors(b"\xc1", 5, ids[0]) == rank_donors(None, 5, ids[0]) == ([], [])
 
 
 # Invalid states
@@ -463,8 +465,11 @@ def test_unexpected_tensors_are_refused_before_they_are_deserialized(donors, mon
 def test_invalid_metadata_are_refused(serialized):
     download = make_download()
     with pytest.raises(StateLoadError):
-        download._read_metadata(serialized, believe_all=True)
-    assert download._read_metadata(MSGPackSerializer.dumps({"epoch": 5}), believe_all=True) == {"epoch": 5}
+        download._read_metadata(serialized)
+    for marks, error in (([], nullcontext()), ([["8", "x"]], pytest.raises(ValueError, match="wrong marks"))):
+        metadata = {"epoch": 5, "marks": marks}
+        with error:
+            assert download._read_metadata(MSGPackSerializer.dumps(metadata)) == metadata
 
 
 def test_download_closes_the_stream_when_complete_and_ends_with_its_averager(build_swarm, monkeypatch):
@@ -517,4 +522,4 @@ def test_monitor_compares_with_the_state_that_it_offers(build_swarm, monkeypatch
             return await stub.rpc_compare_state(DownloadData(metadata=seed))
 
         averager = trainer.optimizer.state_averager
-        assert agrees(averager.groups(averager._tensors()), seed, asyncio.run(ask()))
+        assert agrees(averager.layout.groups(averager.layout.tensors()), seed, asyncio.run(ask()))

@@ -163,29 +163,27 @@ def flood_requests() -> None:
 def offer_false_statistics() -> None:
     """Offer the true parameters, as of a later step than any other peer has, with statistics that move them far."""
 
-    def offer_false(copy_state, self):
-        metadata, tensors, infos = copy_state(self)
+    def offer_false(serialize, self, metadata, tensors):
         names = [None] * (len(tensors) - len(metadata["statistics"])) + metadata["statistics"]
         values = {"exp_avg": 6e4, "exp_avg_sq": 0.0}
         false = [
             torch.full_like(tensor, values[name]) if name in values else tensor
             for tensor, name in zip(tensors, names, strict=True)
         ]
-        return metadata | {"epoch": metadata["epoch"] + 1}, false, infos
+        return serialize(self, metadata | {"epoch": metadata["epoch"] + 1}, false)
 
-    wrap(TrainingStateAverager, "copy_state", offer_false)
+    wrap(TrainingStateAverager, "_serialize", offer_false)
     wrap(TrainingStateAverager, "offer", lambda offer, self, priority: offer(self, priority + 1))
 
 
 def offer_false_state() -> None:
     """Offer random parameters, as of a later step than any other peer has."""
 
-    def offer_noise(copy_state, self):
-        metadata, tensors, infos = copy_state(self)
-        noise = [torch.randn_like(tensor) if tensor.is_floating_point() else tensor for tensor in tensors]
-        return metadata | {"epoch": metadata["epoch"] + 1}, [tensor.abs() for tensor in noise], infos
+    def offer_noise(serialize, self, metadata, tensors):
+        noise = [torch.randn_like(tensor).abs() if tensor.is_floating_point() else tensor for tensor in tensors]
+        return serialize(self, metadata | {"epoch": metadata["epoch"] + 1}, noise)
 
-    wrap(TrainingStateAverager, "copy_state", offer_noise)
+    wrap(TrainingStateAverager, "_serialize", offer_noise)
     wrap(TrainingStateAverager, "offer", lambda offer, self, priority: offer(self, priority + 1))
 
 

@@ -157,8 +157,7 @@ class Donors:
         return SimpleNamespace(rpc_download_state=open_download, rpc_compare_state=compare)
 
     async def _get_state(self, donor: TrainingStateAverager) -> tuple:
-        metadata, *state = await asyncio.get_running_loop().run_in_executor(self.pool, donor.copy_state)
-        return donor.serializer.dumps(metadata), *state
+        return None, (), await asyncio.get_running_loop().run_in_executor(self.pool, donor.copy_state)
 
 
 def offline_averager(peer=PEER, **options) -> TrainingStateAverager:

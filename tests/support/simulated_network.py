@@ -150,9 +150,7 @@ class Node:
         end(None) if task is None else task.add_done_callback(end)
 
     async def get_state(self, averager: SafeAverager) -> tuple:
-        loop = asyncio.get_running_loop()
-        metadata, *state = await loop.run_in_executor(None, averager.copy_state)
-        return averager.serializer.dumps(metadata), *state
+        return None, (), await asyncio.get_running_loop().run_in_executor(None, averager.copy_state)
 
     # As a P2P object
 

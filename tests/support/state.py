@@ -1,9 +1,11 @@
 """State averagers with the settings of a trainer, and changes of their state."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
+from hivemind.proto.averaging_pb2 import DownloadData
+from hivemind.utils import MSGPackSerializer
 from transformers import AlbertConfig
 
 from cotrain.arguments import HyperparameterArguments
@@ -14,6 +16,7 @@ from cotrain.training.builders import (
 )
 from peerstep.optimizer_state import build_state_compression, build_with_statistics
 from peerstep.state import TrainingStateAverager
+from peerstep.wire import TensorAssembler
 from tests.support.peers import TINY_ALBERT
 
 CONFIG = AlbertConfig(vocab_size=1000, **{name: value for name, value in TINY_ALBERT.items() if name != "model_type"})
@@ -58,6 +61,17 @@ def snapshot(averager: TrainingStateAverager) -> tuple[dict, list[torch.Tensor]]
         return metadata, [tensor.clone() for tensor in tensors]
 
 
+def receive(messages: Iterable[bytes], averager: TrainingStateAverager) -> tuple[dict, list[torch.Tensor]]:
+    """Return the state in the messages of a download, as it arrives at a peer: metadata and tensors."""
+    messages = [DownloadData.FromString(message) for message in messages]
+    metadata = MSGPackSerializer.loads(messages[0].metadata)
+    assembler = TensorAssembler(averager.layout.specs(metadata))
+    for message in messages:
+        assembler.add(message.tensor_part)
+    averager.layout.unpack(metadata, assembler.tensors)
+    return metadata, assembler.tensors
+
+
 def offer(averager: TrainingStateAverager, step: int, priority: float | None = None) -> None:
     averager.sync_with_main_parameters(step)
     averager.state_sharing_priority = step if priority is None else priority
@@ -66,13 +80,13 @@ def offer(averager: TrainingStateAverager, step: int, priority: float | None = N
 
 @torch.no_grad()
 def fill_parameters(averager: TrainingStateAverager, value: float) -> None:
-    for parameter in averager._optimized_parameters():
+    for parameter in averager.layout.parameters:
         parameter.fill_(value)
 
 
 def fill_gradients(averager: TrainingStateAverager, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    for parameter in averager._optimized_parameters():
+    for parameter in averager.layout.parameters:
         parameter.grad = torch.randn(parameter.shape, generator=generator)
 
 
