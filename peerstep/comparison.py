@@ -14,10 +14,10 @@ from peerstep.wire import TensorSpec, check_tensor
 NUM_ELEMENTS = 1000  # of each group
 # Bound on the distance of two peers' parameters, relative to the larger norm. One step apart, honest peers differ by
 # some percent, and by 17 % in the first steps of a small model. Unrelated weights have a distance above 1.
-MAX_DISTANCE = 0.3
+MAX_RELATIVE_ERROR = 0.3
 # The same of optimizer statistics, relative to the geometric mean of the norms: they may differ by a factor of 17.
 # Those of honest peers that are ten steps apart are unrelated (1.4), and grow like the steps after the start.
-MAX_STATISTICS_DISTANCE = 4.0
+MAX_STATISTICS_ERROR = 4.0
 
 Groups = Sequence[Sequence[torch.Tensor]]  # the parameters, then each kind of statistics that has their shapes
 
@@ -49,6 +49,6 @@ def agrees(groups: Groups, seed: bytes, answer: averaging_pb2.DownloadData) -> b
     check_tensor(answer.tensor_part, TensorSpec((len(groups), NUM_ELEMENTS), compressions={runtime_pb2.NONE}))
     both = torch.stack([choose_elements(groups, seed), deserialize_torch_tensor(answer.tensor_part)]).double()
     norms = both.norm(dim=-1)  # of this state and of the other, for each group
-    bounds = MAX_STATISTICS_DISTANCE * norms.prod(dim=0).sqrt()
-    bounds[0] = MAX_DISTANCE * norms[:, 0].max()
+    bounds = MAX_STATISTICS_ERROR * norms.prod(dim=0).sqrt()
+    bounds[0] = MAX_RELATIVE_ERROR * norms[:, 0].max()
     return bool(((both[0] - both[1]).norm(dim=-1) <= bounds).all())  # false for NaN

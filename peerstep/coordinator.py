@@ -153,7 +153,7 @@ class RoundCoordinator:
     def _reason_to_give_up(self, number: int, deadline: float) -> Outcome | None:
         if self._stopped.is_set():
             return Outcome.STOPPED
-        if self.tracker.rival is not None or self.tracker.is_done_elsewhere(number):
+        if self.tracker.side_to_join is not None or self.tracker.is_done_elsewhere(number):
             return Outcome.MISSED
         is_asked = self.averager.requested_number.value == number
         if not (is_asked or self.tracker.num_expected(number) or self.tracker.is_outranked):

@@ -28,7 +28,7 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils import MSGPackSerializer, TimedStorage, get_logger
 
 from peerstep.clock import run_time
-from peerstep.progress_record import MAX_DISTANCE
+from peerstep.progress_record import MAX_LAG
 
 logger = get_logger(__name__)
 
@@ -138,7 +138,7 @@ def parse_claims(gathered: bytes) -> Claims:
         claims = Claims(*_CLAIMS.unpack(gathered))
     except struct.error as error:
         raise ValueError(f"malformed claims: {error}") from None
-    if not (0 <= claims.bandwidth <= MAX_BANDWIDTH and 0 <= claims.distance <= MAX_DISTANCE):
+    if not (0 <= claims.bandwidth <= MAX_BANDWIDTH and 0 <= claims.distance <= MAX_LAG):
         raise ValueError("claims out of range")
     return claims
 

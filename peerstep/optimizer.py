@@ -30,7 +30,7 @@ from peerstep.history import add_mark, different_marks
 from peerstep.local_updates import LocalTraining, LocalUpdates, step_builders
 from peerstep.optimizer_state import OptimizerBuilder, SchedulerBuilder, build_state_compression, constant_schedule
 from peerstep.progress import WARN_SECONDS, ProgressTracker, TrackerOptions
-from peerstep.progress_record import MAX_DISTANCE, MAX_ROUNDS, PeerProgress
+from peerstep.progress_record import MAX_LAG, MAX_ROUNDS, PeerProgress
 from peerstep.rounds import RoundAverager, RoundResult
 from peerstep.standing import EQUAL, LACKING
 from peerstep.state import TrainingStateAverager
@@ -449,8 +449,8 @@ class CollaborativeOptimizer(hivemind.Optimizer):
     def _report_step(self, samples: int) -> None:
         """Report the step that this peer is at, the samples for the next one, and its standing."""
         is_away = self._num_failures >= MAX_FAILURES
-        standing = {"distance": min(self.distance, MAX_DISTANCE), "marks": self.state_averager.marks, "away": is_away}
-        self.tracker.complete_step(self.local_epoch, samples, **standing)
+        standing = {"distance": min(self.distance, MAX_LAG), "marks": self.state_averager.marks, "away": is_away}
+        self.tracker.report_position(self.local_epoch, samples, **standing)
 
     def _apply_outcome(self, step: int, samples: int, result: RoundResult) -> int:
         """Bring the training state to a step. Return the samples carried over into the next one."""
@@ -504,7 +504,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         self._num_failures, self._num_stuck = self._num_failures + 1, self._num_stuck + 1
         self._retry_at = time.monotonic() + RETRY_SECONDS
         own_id = self.tracker.local_progress.peer_id
-        is_first = all(own_id < progress.peer_id for progress in self.tracker.counting)
+        is_first = all(own_id < progress.peer_id for progress in self.tracker.contributing)
         if self._num_stuck >= (MAX_FAILURES if is_first else MAX_FAILURES_OF_OTHERS):
             number = self.tracker.ignore(lambda progress: progress.completed < step)
             logger.warning(
@@ -547,7 +547,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             logger.warning(f"The parameters of most peers in the round of step #{step} are far from this peer's")
             # One peer of the group keeps its parameters, and the others receive them in the next round.
             if self.dht.peer_id != min(result.members):
-                self.distance = MAX_DISTANCE
+                self.distance = MAX_LAG
             return None
         # As a norm: of 13 updates that 2 % of the elements lack, 1.8 are left.
         self.distance = distance * math.sqrt(1 - result.received_parameters) + 1 - result.received
@@ -600,14 +600,14 @@ class CollaborativeOptimizer(hivemind.Optimizer):
 
     def _is_out_of_sync(self) -> bool:
         """Whether the other trainers, the larger side, have another history, or are too far ahead."""
-        return not self._in_step and self.tracker.rival is not None and self._num_skippable() <= 0
+        return not self._in_step and self.tracker.side_to_join is not None and self._num_skippable() <= 0
 
     def _num_skippable(self) -> int:
         """Return by how many steps the larger side is ahead in this peer's history; 0 if this peer needs its state."""
-        rival = self.tracker.rival
-        if rival is None or different_marks(self.state_averager.marks, rival.marks) != []:
+        other = self.tracker.side_to_join
+        if other is None or different_marks(self.state_averager.marks, other.marks) != []:
             return 0
-        missed = rival.completed - self.local_epoch
+        missed = other.completed - self.local_epoch
         return missed if missed <= MAX_MISSED_UPDATES else 0
 
     def _skip(self, missed: int) -> None:
@@ -627,18 +627,18 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         """
         self.coordinator.call_off()
         with self._step_lock, self.tracker.pause_updates():
-            rival, averager, query = self.tracker.rival, self.state_averager, {}
-            if rival is not None:
+            other, averager, query = self.tracker.side_to_join, self.state_averager, {}
+            if other is not None:
                 # Offers lag by a step, but a state of this peer's own step is not what it lacks.
-                least = max(0, rival.completed - (rival.completed != self.local_epoch + 1))
-                query = {"min_epoch": least, "credible_epoch": rival.epoch, "marks": rival.marks}
+                least = max(0, other.completed - (other.completed != self.local_epoch + 1))
+                query = {"min_epoch": least, "credible_epoch": other.epoch, "marks": other.marks}
             self.tracker.set_away(True)
             with self._update_lock:
                 loaded = averager.load_state_from_peers(**query)
             self.tracker.set_away(False)
             if loaded:
                 self._has_update = self._is_broken = False
-                self.tracker.complete_step(self.local_epoch, 0, marks=averager.marks)
+                self.tracker.report_position(self.local_epoch, 0, marks=averager.marks)
                 self.tracker.refresh()
                 # The other trainers have taken steps during the download. This peer takes part in their current or
                 # next round and receives the updates that it lacks.
@@ -650,8 +650,8 @@ class CollaborativeOptimizer(hivemind.Optimizer):
                 self.share_state()
                 self._records.append(StepRecord(self.local_epoch, Outcome.CAUGHT_UP))
                 self._failed_loads = 0
-            elif rival is not None:
-                return self._follow_clients(rival) or self._ignore_unbacked_claim(rival)
+            elif other is not None:
+                return self._follow_clients(other) or self._ignore_unbacked_claim(other)
         return loaded
 
     def begin_at(self, epoch: int) -> None:
@@ -678,25 +678,25 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             self.accumulator.reset()
             return True
 
-    def _follow_clients(self, rival: PeerProgress) -> bool:
+    def _follow_clients(self, other: PeerProgress) -> bool:
         """Join trainers that are all in client mode and thus offer no state; False if one is not.
 
         Only a newcomer does, which has nothing to lose by a lie. It receives their parameters in their rounds.
         """
-        others = [rival, *self.tracker.alive(self.tracker.other_trainers)]
+        others = [other, *self.tracker.alive(self.tracker.other_trainers)]
         if self.local_epoch > 0 or not all(progress.client_mode for progress in others):
             return False
         logger.warning(
             "All other trainers are in client mode, and nobody can download a state from them: joining without their "
             "optimizer statistics. Let one trainer have a public address"
         )
-        self.state_averager.local_epoch, self.state_averager.marks = rival.completed, ()
-        self.distance = MAX_DISTANCE
+        self.state_averager.local_epoch, self.state_averager.marks = other.completed, ()
+        self.distance = MAX_LAG
         self.forget_progress()
-        self._records.append(StepRecord(rival.completed, Outcome.CAUGHT_UP))
+        self._records.append(StepRecord(other.completed, Outcome.CAUGHT_UP))
         return True
 
-    def _ignore_unbacked_claim(self, rival: PeerProgress) -> bool:
+    def _ignore_unbacked_claim(self, other: PeerProgress) -> bool:
         """Record a claim of a step without an offer, and ignore such claims after MAX_FAILED_LOADS. Return False."""
         self._failed_loads += 1
         if self._failed_loads < MAX_FAILED_LOADS:
@@ -704,8 +704,8 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             self.tracker.refresh()
             return False
         self._failed_loads = 0
-        number = self.tracker.ignore(lambda progress: abs(progress.epoch - rival.epoch) <= 1)
-        logger.warning(f"Ignoring {number} peers that claim step #{rival.epoch}: no peer offers a state of that step")
+        number = self.tracker.ignore(lambda progress: abs(progress.epoch - other.epoch) <= 1)
+        logger.warning(f"Ignoring {number} peers that claim step #{other.epoch}: no peer offers a state of that step")
         return False
 
     def forget_progress(self) -> None:

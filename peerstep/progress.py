@@ -99,7 +99,7 @@ class ProgressTracker(threading.Thread):
         self._others: dict[bytes, PeerProgress] = {}  # subkey -> newest report of a peer
         self._ignored: dict[bytes, float] = {}  # peer ID -> time.monotonic until which the peer is ignored
         self.num_misfits = 0  # live trainers with another schema
-        self._num_rival_reads = 0  # since this peer's last step, after which another side outranked this peer's
+        self._num_reads_apart = 0  # since this peer's last step, after which another side outranked this peer's
         self._warned_at: dict[bytes, float] = {}
         self._next_report = self._next_fetch = 0.0  # time.monotonic
         self._last_report = -math.inf
@@ -141,10 +141,10 @@ class ProgressTracker(threading.Thread):
         self._set(epoch=epoch, samples_accumulated=0, contributed=contributed)
         self._report_soon(0.0)
 
-    def complete_step(self, epoch: int, samples_accumulated: int, **standing) -> None:
+    def report_position(self, epoch: int, samples_accumulated: int, **standing) -> None:
         """Report that this peer is at a step, and of `distance`, `away` and `marks` those that have changed."""
         self._set(epoch=epoch, completed=epoch, samples_accumulated=samples_accumulated, **standing)
-        self._num_rival_reads = 0
+        self._num_reads_apart = 0
         self._report_soon(0.0)
         self._num_fetches_before_step, self._completed_at = self._num_fetches, time.monotonic()
         self.refresh_in(self.args.min_refresh_period)
@@ -188,7 +188,7 @@ class ProgressTracker(threading.Thread):
 
     def alive(self, peers: Iterable[PeerProgress]) -> list[PeerProgress]:
         """Select the peers whose reports were recent when they were read, so that a slow DHT does not age them."""
-        return [progress for progress in peers if self._fetched_at - progress.seen < ALIVE_SECONDS]
+        return [progress for progress in peers if self._fetched_at - progress.reported_here < ALIVE_SECONDS]
 
     @property
     def side(self) -> list[PeerProgress]:
@@ -202,7 +202,7 @@ class ProgressTracker(threading.Thread):
         return [progress for progress in self.alive(self.other_trainers) if not progress.away]
 
     @property
-    def counting(self) -> list[PeerProgress]:
+    def contributing(self) -> list[PeerProgress]:
         """The trainers of this peer's side whose samples count: their parameters lack few updates."""
         usual = self._usual_distance()
         return [progress for progress in self.side if progress.distance <= usual + LACKING]
@@ -218,26 +218,26 @@ class ProgressTracker(threading.Thread):
         return statistics.median_low([progress.distance for progress in self.side] + own or [0.0])
 
     @property
-    def rival(self) -> PeerProgress | None:
+    def side_to_join(self) -> PeerProgress | None:
         """The trainer whose side this peer must join, once several reads since its last step have shown it."""
-        return self._find_rival() if self._num_rival_reads >= CONFIRMING_READS else None
+        return self._find_side_to_join() if self._num_reads_apart >= CONFIRMING_READS else None
 
     @property
     def is_outranked(self) -> bool:
         """Whether the newest reports show a side that this peer must join."""
-        return self._find_rival() is not None
+        return self._find_side_to_join() is not None
 
-    def _find_rival(self) -> PeerProgress | None:
+    def _find_side_to_join(self) -> PeerProgress | None:
         present, own = self._present, self.local_progress.position
-        own_size, rivals = 1 + len(self.side), []
+        own_size, found = 1 + len(self.side), []
         for progress in present:
             position = progress.position
             if position.is_apart_from(own):
                 # Counted, not claimed: a side is as large as the number of its reports.
                 size = sum(not other.position.is_apart_from(position) for other in present)
                 if outranks(position, size, own, own_size):
-                    rivals.append((size, progress.epoch, progress))
-        return max(rivals, key=lambda rival: rival[:2], default=(None,))[-1]
+                    found.append((size, progress.epoch, progress))
+        return max(found, key=lambda entry: entry[:2], default=(None,))[-1]
 
     @property
     def global_epoch(self) -> int:
@@ -269,7 +269,7 @@ class ProgressTracker(threading.Thread):
 
     def is_done_elsewhere(self, step: int) -> bool:
         """Whether more than half of the other live trainers of this history have completed a step."""
-        others = self.counting
+        others = self.contributing
         return sum(progress.completed >= step for progress in others) * 2 > len(others)
 
     def num_expected(self, step: int) -> int:
@@ -284,12 +284,12 @@ class ProgressTracker(threading.Thread):
         step, now, own = self.next_step, time.monotonic(), self.local_progress
         reach = max(HEARTBEAT_SECONDS, SECONDS_PER_PEER * self.num_trainers)
         reported, estimated, rates, stuck = {}, {}, {}, set()
-        for progress in [*self.counting, own]:
+        for progress in [*self.contributing, own]:
             # Other peers' samples are extrapolated for a heartbeat after the report, in large runs until the next
             # read: a killed peer computes no more.
             # This peer's samples are exact: a peer that is alone takes its step when it has all of them.
             peer_id, is_own = progress.peer_id, progress is own
-            until = min(now, progress.seen + reach, progress.computed + MAX_EXTRAPOLATION)
+            until = min(now, progress.reported_here + reach, progress.computed + MAX_EXTRAPOLATION)
             samples, extrapolated = progress.contributed, 0.0
             if progress.epoch == step - 1:
                 samples = progress.samples_accumulated
@@ -316,7 +316,7 @@ class ProgressTracker(threading.Thread):
         have begun it. A trainer that is ahead of most others waits for them.
         """
         step = self.next_step
-        others = self.counting
+        others = self.contributing
         is_outdated = self._num_fetches == self._num_fetches_before_step
         num_behind = sum(progress.epoch < step - 1 for progress in others)
         # With known reports of the previous step only, a fast peer would take this step alone.
@@ -423,7 +423,7 @@ class ProgressTracker(threading.Thread):
         now, num_misfits = time.monotonic(), 0
         newest = run_time() + self.args.metadata_expiration - ALIVE_SECONDS  # expiration of live peers' reports
         # One answer may lack peers, as after a failure of a link. A peer that leaves replaces its report by None.
-        others = {subkey: p for subkey, p in self._others.items() if now - p.seen < ALIVE_SECONDS}
+        others = {subkey: p for subkey, p in self._others.items() if now - p.reported_here < ALIVE_SECONDS}
         for subkey, record in records.items():
             if record.value is None:
                 others.pop(subkey, None)
@@ -442,7 +442,7 @@ class ProgressTracker(threading.Thread):
             self._first_seen = {p.peer_id: self._first_seen.get(p.peer_id, now) for p in others.values()}
             self._num_fetches += 1
             self._fetched_at = now
-            self._num_rival_reads = self._num_rival_reads + 1 if self.is_outranked else 0
+            self._num_reads_apart = self._num_reads_apart + 1 if self.is_outranked else 0
             self._next_fetch = time.monotonic() + self._refresh_period()
 
     def _date(self, subkey: bytes, progress: PeerProgress, now: float) -> PeerProgress:
@@ -453,9 +453,9 @@ class ProgressTracker(threading.Thread):
         """
         before = self._others.get(subkey)
         if before is not None and before.reported_at == progress.reported_at:
-            return replace(progress, seen=before.seen)
+            return replace(progress, reported_here=before.reported_here)
         earliest = now + PROBATION_SECONDS - ALIVE_SECONDS if before is None else self._fetched_at
-        return replace(progress, seen=min(now, max(earliest, now - (run_time() - progress.reported_at))))
+        return replace(progress, reported_here=min(now, max(earliest, now - (run_time() - progress.reported_at))))
 
     def _speaks_our_protocol(self, subkey: bytes, record: object) -> bool:
         protocol = record.get("protocol") if isinstance(record, dict) else None
@@ -484,7 +484,7 @@ class ProgressTracker(threading.Thread):
         drift = max(self.args.expected_drift_peers, number * self.args.expected_drift_rate)
         period = self.estimate()[1] * number / (number + drift)
         completed = self.local_progress.completed
-        if self._num_rival_reads or any(p.completed < p.epoch <= completed for p in self.side):
+        if self._num_reads_apart or any(p.completed < p.epoch <= completed for p in self.side):
             # A trainer that waits for its round reports a low rate, until it continues.
             period = min(period, ROUND_END_SECONDS)
         # The first rates of a new peer are unreliable: read again after 0.5, 1, 2, 4 ... seconds.

@@ -15,7 +15,7 @@ from peerstep.history import MAX_STEP, Marks, Position, parse_marks
 
 PROTOCOL = 12  # version of rounds and progress reports; peers of different versions do not average
 MAX_SAMPLES, MAX_TIME = 10**9 - 1, 1e12  # bounds on what peers report
-MAX_DISTANCE = 1e6  # updates; a claim
+MAX_LAG = 1e6  # updates; a claim
 MAX_ROUNDS = 64  # newest rounds, or global steps, that a trainer counts
 MAX_SCHEMA = 200  # characters
 # Field of a report -> its types, and the least and the largest value
@@ -25,7 +25,7 @@ RANGES = {
     **dict.fromkeys(("samples_accumulated", "contributed"), ((int,), 0, MAX_SAMPLES)),
     **dict.fromkeys(("time", "reported_at"), ((int, float), -MAX_TIME, MAX_TIME)),
     "samples_per_second": ((int, float), 0, MAX_SAMPLES),
-    "distance": ((int, float), 0, MAX_DISTANCE),
+    "distance": ((int, float), 0, MAX_LAG),
 }
 Key = TypeVar("Key", bound=Hashable)
 
@@ -47,7 +47,7 @@ class PeerProgress:
     away: bool = False  # it downloads a state, or finds no group: nobody waits for it
     marks: Marks = ()
     schema: str = ""  # tells the rounds of trainers with another model or compression apart
-    seen: float = 0.0  # when the peer last reported, on this machine's clock (`time.monotonic`), see `_date`
+    reported_here: float = 0.0  # when the peer last reported, on this machine's clock (`time.monotonic`), see `_date`
 
     @property
     def position(self) -> Position:
@@ -56,11 +56,11 @@ class PeerProgress:
     @property
     def computed(self) -> float:
         """When the newest of the samples were computed, on this machine's clock (`time.monotonic`)."""
-        return self.seen - max(0.0, self.reported_at - self.time)
+        return self.reported_here - max(0.0, self.reported_at - self.time)
 
     def to_record(self) -> dict:
         """Return the record without the peer ID, which follows from the subkey: it cannot be another peer's."""
-        fields = {name: value for name, value in vars(self).items() if name not in ("peer_id", "seen")}
+        fields = {name: value for name, value in vars(self).items() if name not in ("peer_id", "reported_here")}
         # hivemind packs a tuple as an extension type, which the validators refuse.
         return {"protocol": PROTOCOL, **fields, "marks": [list(mark) for mark in self.marks]}
 
@@ -70,7 +70,7 @@ def parse_progress(peer_id: bytes, value: object) -> PeerProgress:
     if not isinstance(value, dict):
         raise ValueError("not a dictionary")
     fields = {name: value.get(name) for name in PeerProgress.__dataclass_fields__}
-    progress = PeerProgress(**{**fields, "peer_id": peer_id, "seen": 0.0})
+    progress = PeerProgress(**{**fields, "peer_id": peer_id, "reported_here": 0.0})
     for name, (types, low, high) in RANGES.items():
         number = getattr(progress, name)
         if type(number) not in types or not low <= number <= high:

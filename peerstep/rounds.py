@@ -276,7 +276,7 @@ class RoundAverager(SafeAverager):
         cuts = [cut(TensorRole.GRADIENT, self.gradients, self.gradients, shares, weight)]
         cut_parameters = partial(cut, TensorRole.PARAMETER, self.parameters, self.averaged_parameters)
         if self.includes_parameters(step.number) or (any(standing.lacking) and not any(given)):
-            cuts.append(cut_parameters(shares, float(standing.counting[own])))
+            cuts.append(cut_parameters(shares, float(standing.trusted[own])))
         elif any(given):
             takers = {peer_id for peer_id, lacks in zip(group.peer_ids, standing.lacking, strict=True) if lacks}
             cuts.append(cut_parameters(given, takers=takers))
@@ -286,7 +286,7 @@ class RoundAverager(SafeAverager):
             group_id=group.group_id,
             parts={peer_id: list(chain(*of_peer)) for peer_id, *of_peer in zip(group.peer_ids, *cuts, strict=True)},
             get_stub=lambda peer_id: self.get_stub(self._p2p, peer_id, namespace=self.prefix),
-            bounds=self._make_bounds(weight, standing.distances[own], standing.counting[own]),
+            bounds=self._make_bounds(weight, standing.distances[own], standing.trusted[own]),
             sender_timeout=options["sender_timeout"],
             reducer_timeout=options["reducer_timeout"],
             timeout=self._allreduce_timeout,

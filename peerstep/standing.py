@@ -39,7 +39,7 @@ class Standing:
         return [distance > LACKING for distance in self.distances]
 
     @cached_property
-    def counting(self) -> list[bool]:
+    def trusted(self) -> list[bool]:
         """Whether the parameters of each member have weight; those of settling members do if there are no others."""
         near = [distance < EQUAL for distance in self.distances]
         settled = [is_near and not c.is_settling for is_near, c in zip(near, self.claims, strict=True)]
@@ -52,7 +52,7 @@ class Standing:
         """
         if not any(self.lacking):
             return [0.0] * len(shares)
-        return [share if counts else 0.0 for counts, share in zip(self.counting, shares, strict=True)]
+        return [share if is_trusted else 0.0 for is_trusted, share in zip(self.trusted, shares, strict=True)]
 
 
 def divide(bandwidths: Sequence[float]) -> list[int]:

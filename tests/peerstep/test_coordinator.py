@@ -61,7 +61,7 @@ class FakeTracker:
 
     def __init__(self):
         self.others, self.done, self.next_step, self.seconds_to_step = 2, 0, 5, 0.0
-        self.rival, self.is_outranked, self.local_progress = None, False, SimpleNamespace(distance=0.0)
+        self.side_to_join, self.is_outranked, self.local_progress = None, False, SimpleNamespace(distance=0.0)
         self.num_looks = 0
 
     def num_expected(self, _step: int) -> int:
@@ -127,10 +127,10 @@ def test_search_ends_once_the_others_have_completed_the_step_or_left(parts, cloc
 def test_trainer_takes_no_step_alone_while_another_side_may_outrank_it(parts, clock):
     coordinator, tracker, averager = parts
     tracker.others, tracker.is_outranked = 0, True
-    clock.at(20.0, lambda: setattr(tracker, "rival", "a trainer of the other side"))
+    clock.at(20.0, lambda: setattr(tracker, "side_to_join", "a trainer of the other side"))
     assert coordinator.average(5, 8.0).outcome == Outcome.MISSED and averager.controls[0].is_called_off
     assert clock.now > 20
-    tracker.rival, tracker.is_outranked, averager.requested_number.value = None, False, 5
+    tracker.side_to_join, tracker.is_outranked, averager.requested_number.value = None, False, 5
     clock.at(20.0, lambda: setattr(averager.requested_number, "value", -1))  # the peer that has asked has left
     assert coordinator.average(5, 8.0).outcome == Outcome.ALONE
     assert clock.now > 40

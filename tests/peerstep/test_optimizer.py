@@ -13,7 +13,7 @@ from hivemind.p2p import PeerID
 from peerstep.coordinator import Outcome
 from peerstep.local_updates import INNER_WARMUP_STEPS
 from peerstep.optimizer import MAX_FAILURES, MAX_MISSED_UPDATES, CollaborativeOptimizer
-from peerstep.progress_record import MAX_DISTANCE
+from peerstep.progress_record import MAX_LAG
 from tests.support.offline import PEER, offline_optimizer
 from tests.support.peers import wait_until
 from tests.support.state import snapshot
@@ -291,7 +291,7 @@ def test_peer_that_lacks_updates_receives_parameters_on_demand():
 
 @pytest.mark.parametrize(
     ("is_far", "other", "after"),
-    [(False, PeerID(bytes(34)), 0), (True, PeerID(bytes(34)), MAX_DISTANCE), (True, None, 0)],
+    [(False, PeerID(bytes(34)), 0), (True, PeerID(bytes(34)), MAX_LAG), (True, None, 0)],
 )
 def test_peer_whose_parameters_are_far_from_those_of_most_receives_theirs(is_far, other, after):
     """One peer of the group, with the smallest peer ID, keeps its own: else nobody would give any."""
@@ -363,8 +363,8 @@ def test_steps_that_the_others_took_during_a_download_are_missed_updates(agreed,
 def test_only_a_state_of_another_step_is_downloaded(completed, least, monkeypatch):
     optimizer = build()
     optimizer.state_averager.local_epoch = 10
-    rival = replace(optimizer.tracker.local_progress, epoch=12, completed=completed)
-    monkeypatch.setattr(type(optimizer.tracker), "rival", rival)
+    other = replace(optimizer.tracker.local_progress, epoch=12, completed=completed)
+    monkeypatch.setattr(type(optimizer.tracker), "side_to_join", other)
     monkeypatch.setattr(optimizer._stopped, "wait", bool)
     monkeypatch.setattr(optimizer.tracker, "refresh", bool)
     queries = []
@@ -377,13 +377,13 @@ def test_claim_of_a_step_that_nobody_offers_costs_no_gradients(monkeypatch):
     optimizer = build()
     compute(optimizer, 0.2)
     optimizer.state_averager.local_epoch = 5
-    rival = replace(optimizer.tracker.local_progress, epoch=30_000, completed=30_000)
-    monkeypatch.setattr(type(optimizer.tracker), "rival", rival)
+    other = replace(optimizer.tracker.local_progress, epoch=30_000, completed=30_000)
+    monkeypatch.setattr(type(optimizer.tracker), "side_to_join", other)
     monkeypatch.setattr(optimizer.tracker, "refresh", bool)
     monkeypatch.setattr(optimizer._stopped, "wait", bool)
     monkeypatch.setattr(optimizer.state_averager, "download_state", lambda *_, **_options: None)
     ignored = []
-    monkeypatch.setattr(optimizer.tracker, "ignore", lambda condition: ignored.append(condition(rival)) or 1)
+    monkeypatch.setattr(optimizer.tracker, "ignore", lambda condition: ignored.append(condition(other)) or 1)
     assert optimizer._is_out_of_sync()
     assert not any(optimizer.load_state_from_peers() for _ in range(3))
     assert ignored == [True] and optimizer.accumulator.num_samples == 4

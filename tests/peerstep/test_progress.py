@@ -128,7 +128,7 @@ def test_invalid_reports_are_ignored(change):
 
 def test_report_with_marks_passes_the_validators_and_is_read_by_others():
     tracker = make_tracker()
-    tracker.complete_step(8, 10, distance=0.5, marks=((8, 12 * "a"),))
+    tracker.report_position(8, 10, distance=0.5, marks=((8, 12 * "a"),))
     tracker._report()
     ((key, value),) = tracker.dht.records.items()
     packed = MSGPackSerializer.dumps(value)
@@ -175,7 +175,7 @@ def test_banned_and_ignored_peers_do_not_count():
 def test_report_speaks_for_its_signer_only():
     """With a report in the name of each other trainer, one peer made all believe that they were alone."""
     tracker = make_tracker()
-    tracker.complete_step(4, 0)
+    tracker.report_position(4, 0)
     tracker.dht.records = {subkey(number): record(number, epoch=4, samples=10) for number in (1, 2)}
     tracker.dht.records |= {b"x" + subkey(3): record(3), b"id": record(4), subkey(0): record(0)}
     tracker.dht.records[subkey(5)] = {**record(1, epoch=5), "peer_id": peer_id(1)}
@@ -286,7 +286,7 @@ def test_samples_of_many_peers_are_extrapolated_until_the_next_read(clock):
 
 def test_step_is_not_due_before_new_reports_are_read():
     tracker = see(make_tracker(target=100), record(1, samples=90))
-    tracker.complete_step(1, 0)
+    tracker.report_position(1, 0)
     compute(tracker, 100)
     assert tracker.seconds_to_step > 0, "the other may be at this step by now"
     see(tracker, record(1, epoch=1, samples=10))
@@ -329,7 +329,7 @@ def roster(tracker: ProgressTracker, step: int) -> dict[int, tuple[bool, bool]]:
 def test_roster_has_the_live_peers_of_the_step():
     tracker = make_tracker()
     assert roster(see(tracker, record(1)), 1) == {0: (False, False), 1: (False, False)}, "nobody is established"
-    tracker.complete_step(4, 0)
+    tracker.report_position(4, 0)
     see(
         tracker,
         record(1, epoch=4),
@@ -350,7 +350,7 @@ def test_step_is_done_elsewhere_if_most_peers_report_it(completed, is_done):
     """One false report among several does not end the round of this peer."""
     reports = [record(number + 1, epoch=5, completed=value) for number, value in enumerate(completed)]
     tracker = make_tracker()
-    tracker.complete_step(4, 0)
+    tracker.report_position(4, 0)
     assert see(tracker, *reports).is_done_elsewhere(5) == is_done
 
 
@@ -372,20 +372,20 @@ OLD = [[8, 12 * "1"]]
 )
 def test_smaller_side_joins_the_larger_one(own_step, others, joins, clock):
     tracker = make_tracker()
-    tracker.complete_step(own_step, 0, marks=tuple(map(tuple, OLD if own_step else [])))
+    tracker.report_position(own_step, 0, marks=tuple(map(tuple, OLD if own_step else [])))
     for _ in range(2):
-        assert tracker.rival is None, "one answer may be old"
+        assert tracker.side_to_join is None, "one answer may be old"
         see(tracker, *(record(number + 1, epoch=step, marks=marks) for number, (step, marks) in enumerate(others)))
         clock.now += 1
-    assert (tracker.rival and tracker.rival.epoch) == joins
+    assert (tracker.side_to_join and tracker.side_to_join.epoch) == joins
     assert tracker.is_outranked == (joins is not None)
-    tracker.complete_step(own_step, 0)
-    assert tracker.rival is None, "the reports that are known may be of the step before"
+    tracker.report_position(own_step, 0)
+    assert tracker.side_to_join is None, "the reports that are known may be of the step before"
 
 
 def test_trainer_that_is_ahead_waits_for_most_of_the_others(clock):
     tracker = make_tracker()
-    tracker.complete_step(11, 0)
+    tracker.report_position(11, 0)
     compute(tracker, 1000)
     see(tracker, *(record(number, epoch=10, samples=1) for number in range(1, 4)))
     assert tracker.num_expected(12) == 3 and tracker.seconds_to_step > 0
@@ -402,7 +402,7 @@ def test_peers_that_lack_updates_or_are_away_make_no_step_due(clock):
     assert tracker.num_expected(1) == 1, "the group may repair the first one; nobody waits for the second"
     see(tracker, record(1, samples=500, distance=2.0))
     assert tracker.seconds_to_step == 0
-    tracker.complete_step(0, 10, distance=3.0)
+    tracker.report_position(0, 10, distance=3.0)
     clock.now += 20
     see(tracker, record(1, samples=500, distance=2.0))
     assert tracker.num_lacking == 1.0
@@ -413,10 +413,10 @@ def test_peers_that_lack_updates_or_are_away_make_no_step_due(clock):
 def test_one_claim_to_lack_nothing_leaves_the_others_counting(clock):
     """Three trainers have missed three rounds. One key that claimed 0 made the others count for nothing."""
     tracker = make_tracker()
-    tracker.complete_step(0, 10, distance=3.0)
+    tracker.report_position(0, 10, distance=3.0)
     clock.now += 10
     see(tracker, record(1, distance=3.0), record(2, distance=3.0), record(3, distance=0.0))
-    assert len(tracker.counting) == 3 and tracker.num_lacking == 0
+    assert len(tracker.contributing) == 3 and tracker.num_lacking == 0
     see(tracker, *(record(number, distance=0.0) for number in (1, 2)))
     assert tracker.num_lacking == 3.0, "most others lack nothing"
 
@@ -490,7 +490,7 @@ def test_reads_soon_while_other_trainers_are_in_the_round_that_this_one_has_left
     """Trainers that wait for a round report hardly any samples per second, and would be read 30 s later."""
     tracker = see(make_tracker(target=100))
     assert tracker._refresh_period() == tracker.args.default_refresh_period, "it is alone"
-    tracker.complete_step(3, 0)
+    tracker.report_position(3, 0)
     assert tracker._next_fetch < clock.now + 1, "other trainers may have completed it, too"
     tracker._first_seen = {peer_id(1): 0.0, peer_id(2): 0.0}
     see(tracker, record(1, epoch=3, completed=2, rate=0.1), record(2, epoch=3, rate=0.1))

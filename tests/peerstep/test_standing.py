@@ -9,7 +9,7 @@ NODE, CLIENT = 100.0, 0.0
 
 
 @pytest.mark.parametrize(
-    ("members", "lacking", "counting", "gives"),
+    ("members", "lacking", "trusted", "gives"),
     [
         ([(NODE, 0.0), (NODE, 0.4), (CLIENT, 0.0)], "000", "111", "000"),  # nobody lacks any
         ([(NODE, 0.0), (NODE, 1.0), (CLIENT, 2.0)], "000", "110", "000"),
@@ -23,11 +23,11 @@ NODE, CLIENT = 100.0, 0.0
         ([(CLIENT, 0.0), (NODE, 5.0)], "01", "10", "00"),  # a client can give nothing
     ],
 )
-def test_members_that_lack_updates_have_no_weight_and_receive_parameters(members, lacking, counting, gives):
+def test_members_that_lack_updates_have_no_weight_and_receive_parameters(members, lacking, trusted, gives):
     standing = Standing([Claims(*member) for member in members])
     shares = [bandwidth for bandwidth, *_ in members]
-    found = standing.lacking, standing.counting, map(bool, standing.shares_to_give(shares))
-    assert ["".join(str(int(flag)) for flag in flags) for flags in found] == [lacking, counting, gives]
+    found = standing.lacking, standing.trusted, map(bool, standing.shares_to_give(shares))
+    assert ["".join(str(int(flag)) for flag in flags) for flags in found] == [lacking, trusted, gives]
     assert min(standing.distances) == 0, "reports and claims have no negative ones"
 
 
