@@ -60,19 +60,24 @@ class Position:
         return abs(self.step - other.step) > 1 or len(different_marks(self.marks, other.marks) or ()) > MAX_DIFFERENT
 
 
-def outranks(other: Position, other_size: int, own: Position, own_size: int) -> bool:
-    """Decide which of two trainers that are apart joins the other one's side. Both come to the same decision.
+@dataclass(frozen=True)
+class Side:
+    """Trainers that are not apart from each other."""
 
-    The smaller side joins the larger one, whatever steps it claims. Who has no mark joins, or the lower step if both
-    have none: it may be a newcomer.
+    position: Position
+    size: int  # number of trainers
 
-    :param other_size, own_size: number of trainers on each side
-    :returns: whether the other side is to be joined
-    """
-    different = different_marks(own.marks, other.marks)
-    if different is None and not (own.marks and other.marks):
-        return (bool(other.marks), other.step) > (bool(own.marks), own.step)
-    if different:  # the IDs of one step, which no longer changes
-        own_id, other_id = different[-1]
-        return (other_size, other_id) > (own_size, own_id)
-    return (other_size, other.step) > (own_size, own.step)
+    def outranks(self, other: "Side") -> bool:
+        """Whether the trainers of another side, which is apart, join this one. Both come to the same decision.
+
+        The smaller side joins the larger one, whatever steps it claims. Who has no mark joins, or the lower step if
+        both have none: it may be a newcomer.
+        """
+        own, others = self.position, other.position
+        different = different_marks(own.marks, others.marks)
+        if different is None and not (own.marks and others.marks):
+            return (bool(own.marks), own.step) > (bool(others.marks), others.step)
+        if different:  # the IDs of one step, which no longer changes
+            own_id, other_id = different[-1]
+            return (self.size, own_id) > (other.size, other_id)
+        return (self.size, own.step) > (other.size, others.step)

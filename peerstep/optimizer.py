@@ -683,7 +683,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
 
         Only a newcomer does, which has nothing to lose by a lie. It receives their parameters in their rounds.
         """
-        others = [other, *self.tracker.alive(self.tracker.other_trainers)]
+        others = [other, *self.tracker.live_trainers]
         if self.local_epoch > 0 or not all(progress.client_mode for progress in others):
             return False
         logger.warning(

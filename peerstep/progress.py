@@ -17,10 +17,9 @@ from dataclasses import dataclass, replace
 from hivemind.dht import DHT
 from hivemind.p2p import PeerID
 from hivemind.utils import MPFuture, PerformanceEMA, get_logger
-from hivemind.utils.timed_storage import ValueWithExpiration
 
 from peerstep.clock import run_time
-from peerstep.history import MAX_DIFFERENT, different_marks, outranks
+from peerstep.history import MAX_DIFFERENT, Side, different_marks
 from peerstep.matchmaking import RosterEntry
 from peerstep.neighbours import cap_weights
 from peerstep.progress_record import PROTOCOL, PeerProgress, parse_progress
@@ -102,16 +101,17 @@ class ProgressTracker(threading.Thread):
         self._num_reads_apart = 0  # since this peer's last step, after which another side outranked this peer's
         self._warned_at: dict[bytes, float] = {}
         self._next_report = self._next_fetch = 0.0  # time.monotonic
-        self._last_report = -math.inf
-        self._num_fetches = 0
+        self._last_report = self._completed_at = self._newcomer_at = -math.inf
         self._fetched_at = time.monotonic()  # when the current reports were read
-        self._num_fetches_before_step, self._completed_at = 0, -math.inf
+        self._has_fetched = threading.Event()  # since the last call of `refresh`
+        self._is_outdated = False  # whether the current reports are of before this peer's last step
         self._pending_fetch: tuple[MPFuture, float] | None = None  # result and start time
-        self._first_seen: dict[bytes, float] = {}  # peer ID -> when its first report was read
         self._last_increment = 0  # samples of the newest local step
         self._is_reporting = False  # a trainer publishes nothing before its first local step
-        self.local_progress = PeerProgress(dht.peer_id.to_bytes(), client_mode=dht.client_mode)
-        self._set()
+        now = run_time()
+        self.local_progress = PeerProgress(
+            dht.peer_id.to_bytes(), client_mode=dht.client_mode, time=now, reported_at=now
+        )
 
     # This peer's progress
 
@@ -126,46 +126,38 @@ class ProgressTracker(threading.Thread):
                 self.performance_ema.update(task_size=extra)
             else:
                 self.performance_ema.reset_timer()
-            self._set(samples_accumulated=samples_accumulated)
-        self._is_reporting = True
-        self._report_soon(self._report_period())
-
-    def _report_period(self) -> float:
-        """Return the seconds between two reports of samples, which the other peers extrapolate between them."""
-        if self.performance_ema.num_updates <= MIN_RATE_UPDATES:  # no report has had the rate yet
-            return self.args.min_refresh_period
-        return max(self.args.min_refresh_period, REPORT_FRACTION * self.seconds_to_step)
+            self._is_reporting = True
+            self._set(is_urgent=False, samples_accumulated=samples_accumulated)
 
     def begin_step(self, epoch: int, contributed: int) -> None:
         """Report that this peer begins the round of a step and contributes so many samples."""
         self._set(epoch=epoch, samples_accumulated=0, contributed=contributed)
-        self._report_soon(0.0)
 
     def report_position(self, epoch: int, samples_accumulated: int, **standing) -> None:
         """Report that this peer is at a step, and of `distance`, `away` and `marks` those that have changed."""
         self._set(epoch=epoch, completed=epoch, samples_accumulated=samples_accumulated, **standing)
         self._num_reads_apart = 0
-        self._report_soon(0.0)
-        self._num_fetches_before_step, self._completed_at = self._num_fetches, time.monotonic()
+        self._is_outdated, self._completed_at = True, time.monotonic()
         self.refresh_in(self.args.min_refresh_period)
 
     def set_away(self, away: bool) -> None:
         """Report whether other peers are not to wait for this one."""
-        if away != self.local_progress.away:
-            self._set(away=away)
-            self._report_soon(0.0)
+        self._set(away=away)
 
-    def _set(self, **changes) -> None:
+    def _set(self, is_urgent: bool = True, **changes) -> None:
+        """Change the progress. Report it now; if it is not urgent, when the last report is old enough.
+
+        Other peers extrapolate the samples between two reports.
+        """
         rate, now = float(self.performance_ema.samples_per_second), run_time()
         with self._lock:
             self.local_progress = replace(
                 self.local_progress, samples_per_second=rate, time=now, reported_at=now, **changes
             )
-
-    def _report_soon(self, min_seconds: float) -> None:
-        """Schedule a report for now, or for when the last report is `min_seconds` old."""
-        with self._lock:
-            self._next_report = min(self._next_report, max(time.monotonic(), self._last_report + min_seconds))
+            period = 0.0 if is_urgent else self.args.min_refresh_period
+            if not is_urgent and self.performance_ema.num_updates > MIN_RATE_UPDATES:  # a report has had the rate
+                period = max(period, REPORT_FRACTION * self.seconds_to_step)
+            self._next_report = min(self._next_report, max(time.monotonic(), self._last_report + period))
         self._wake.set()
 
     def pause_updates(self) -> AbstractContextManager:
@@ -182,13 +174,9 @@ class ProgressTracker(threading.Thread):
             return [p for p in self._others.values() if self._ignored.get(p.peer_id, -math.inf) < now]
 
     @property
-    def num_trainers(self) -> int:
-        """Number of trainers that have reported, including this peer."""
-        return 1 + len(self.other_trainers)
-
-    def alive(self, peers: Iterable[PeerProgress]) -> list[PeerProgress]:
-        """Select the peers whose reports were recent when they were read, so that a slow DHT does not age them."""
-        return [progress for progress in peers if self._fetched_at - progress.reported_here < ALIVE_SECONDS]
+    def live_trainers(self) -> list[PeerProgress]:
+        """The other trainers whose reports were recent when they were read, so that a slow DHT does not age them."""
+        return [p for p in self.other_trainers if self._fetched_at - p.reported_here < ALIVE_SECONDS]
 
     @property
     def side(self) -> list[PeerProgress]:
@@ -199,7 +187,7 @@ class ProgressTracker(threading.Thread):
     @property
     def _present(self) -> list[PeerProgress]:
         """The live other trainers that do not say that they are away."""
-        return [progress for progress in self.alive(self.other_trainers) if not progress.away]
+        return [progress for progress in self.live_trainers if not progress.away]
 
     @property
     def contributing(self) -> list[PeerProgress]:
@@ -219,7 +207,7 @@ class ProgressTracker(threading.Thread):
 
     @property
     def side_to_join(self) -> PeerProgress | None:
-        """The trainer whose side this peer must join, once several reads since its last step have shown it."""
+        """A trainer of the side that this peer must join, once several reads since its last step have shown it."""
         return self._find_side_to_join() if self._num_reads_apart >= CONFIRMING_READS else None
 
     @property
@@ -228,21 +216,16 @@ class ProgressTracker(threading.Thread):
         return self._find_side_to_join() is not None
 
     def _find_side_to_join(self) -> PeerProgress | None:
-        present, own = self._present, self.local_progress.position
-        own_size, found = 1 + len(self.side), []
+        present, own = self._present, Side(self.local_progress.position, 1 + len(self.side))
+        found = []
         for progress in present:
             position = progress.position
-            if position.is_apart_from(own):
+            if position.is_apart_from(own.position):
                 # Counted, not claimed: a side is as large as the number of its reports.
-                size = sum(not other.position.is_apart_from(position) for other in present)
-                if outranks(position, size, own, own_size):
-                    found.append((size, progress.epoch, progress))
+                side = Side(position, sum(not other.position.is_apart_from(position) for other in present))
+                if side.outranks(own):
+                    found.append((side.size, progress.epoch, progress))
         return max(found, key=lambda entry: entry[:2], default=(None,))[-1]
-
-    @property
-    def global_epoch(self) -> int:
-        """Newest step that a trainer of this peer's side has begun, including this peer."""
-        return max([self.local_progress.epoch, *(progress.epoch for progress in self.side)])
 
     @property
     def agreed_epoch(self) -> int:
@@ -254,7 +237,7 @@ class ProgressTracker(threading.Thread):
 
     def credible_epoch(self) -> int | None:
         """Return the newest step that two other live trainers have begun; of a single one its step; of none None."""
-        epochs = sorted((progress.epoch for progress in self.alive(self.other_trainers)), reverse=True)
+        epochs = sorted((progress.epoch for progress in self.live_trainers), reverse=True)
         return epochs[min(1, len(epochs) - 1)] if epochs else None
 
     @property
@@ -282,7 +265,7 @@ class ProgressTracker(threading.Thread):
         A peer counts for a few times as many as the others, as in the round, see neighbours.py.
         """
         step, now, own = self.next_step, time.monotonic(), self.local_progress
-        reach = max(HEARTBEAT_SECONDS, SECONDS_PER_PEER * self.num_trainers)
+        reach = max(HEARTBEAT_SECONDS, SECONDS_PER_PEER * (1 + len(self.other_trainers)))
         reported, estimated, rates, stuck = {}, {}, {}, set()
         for progress in [*self.contributing, own]:
             # Other peers' samples are extrapolated for a heartbeat after the report, in large runs until the next
@@ -317,10 +300,9 @@ class ProgressTracker(threading.Thread):
         """
         step = self.next_step
         others = self.contributing
-        is_outdated = self._num_fetches == self._num_fetches_before_step
         num_behind = sum(progress.epoch < step - 1 for progress in others)
         # With known reports of the previous step only, a fast peer would take this step alone.
-        hold = HOLD_SECONDS if num_behind * 2 > len(others) else DHT_TIMEOUT if others and is_outdated else 0.0
+        hold = HOLD_SECONDS if num_behind * 2 > len(others) else DHT_TIMEOUT if others and self._is_outdated else 0.0
         if time.monotonic() < self._completed_at + hold:
             return max(self.args.min_refresh_period, self.estimate()[1])
         have_begun = sum(progress.epoch >= step for progress in others)
@@ -336,11 +318,9 @@ class ProgressTracker(threading.Thread):
 
     def refresh(self, timeout: float = DHT_TIMEOUT) -> bool:
         """Read the other peers' progress and wait for the result; False if it takes longer than `timeout` seconds."""
-        before, deadline = self._num_fetches, time.monotonic() + timeout
+        self._has_fetched.clear()
         self.refresh_in(0.0)
-        while self._num_fetches <= before and time.monotonic() < deadline and self.is_alive():
-            time.sleep(0.05)
-        return self._num_fetches > before
+        return self.is_alive() and self._has_fetched.wait(timeout)
 
     def ignore(self, is_ignored: Callable[[PeerProgress], bool]) -> int:
         """Ignore the peers whose reports fulfil a condition, for IGNORE_SECONDS. Return their number."""
@@ -416,7 +396,7 @@ class ProgressTracker(threading.Thread):
             future.cancel()
             raise TimeoutError("the DHT does not answer")
         found = future.result(timeout=0)
-        self._read(found.value if isinstance(found, ValueWithExpiration) and isinstance(found.value, dict) else {})
+        self._read(found.value if found is not None else {})
         return True
 
     def _read(self, records: dict) -> None:
@@ -425,25 +405,25 @@ class ProgressTracker(threading.Thread):
         # One answer may lack peers, as after a failure of a link. A peer that leaves replaces its report by None.
         others = {subkey: p for subkey, p in self._others.items() if now - p.reported_here < ALIVE_SECONDS}
         for subkey, record in records.items():
-            if record.value is None:
+            if record.value is None or subkey == self._subkey:
                 others.pop(subkey, None)
-            if subkey == self._subkey or record.value is None:
                 continue
             try:
-                if not self._speaks_our_protocol(subkey, record.value):
+                if self._speaks_our_protocol(subkey, record.value):
+                    progress = parse_progress(signer_of(subkey).to_bytes(), record.value)
+                    others[subkey] = self._date(subkey, progress, now)
+                else:
                     num_misfits += record.expiration_time > newest
-                    continue
-                others[subkey] = self._date(subkey, parse_progress(signer_of(subkey).to_bytes(), record.value), now)
             except ValueError as error:
                 logger.debug(f"Ignoring a malformed progress report: {error}")
         with self._lock:
+            self._newcomer_at = now if others.keys() - self._others.keys() else self._newcomer_at
             self._others, self.num_misfits = others, num_misfits
             self._ignored = {peer_id: until for peer_id, until in self._ignored.items() if until > now}
-            self._first_seen = {p.peer_id: self._first_seen.get(p.peer_id, now) for p in others.values()}
-            self._num_fetches += 1
-            self._fetched_at = now
+            self._fetched_at, self._is_outdated = now, False
             self._num_reads_apart = self._num_reads_apart + 1 if self.is_outranked else 0
             self._next_fetch = time.monotonic() + self._refresh_period()
+        self._has_fetched.set()
 
     def _date(self, subkey: bytes, progress: PeerProgress, now: float) -> PeerProgress:
         """Return a report with the time at which it was made, on this machine's clock.
@@ -478,7 +458,7 @@ class ProgressTracker(threading.Thread):
         return False
 
     def _refresh_period(self) -> float:
-        number = self.num_trainers
+        number = 1 + len(self.other_trainers)
         if number <= 1:
             return self.args.default_refresh_period
         drift = max(self.args.expected_drift_peers, number * self.args.expected_drift_rate)
@@ -488,7 +468,7 @@ class ProgressTracker(threading.Thread):
             # A trainer that waits for its round reports a low rate, until it continues.
             period = min(period, ROUND_END_SECONDS)
         # The first rates of a new peer are unreliable: read again after 0.5, 1, 2, 4 ... seconds.
-        period = min(period, time.monotonic() - max(self._first_seen.values(), default=-math.inf))
+        period = min(period, time.monotonic() - self._newcomer_at)
         shortest = max(self.args.min_refresh_period, SECONDS_PER_PEER * number)
         return min(max(period, shortest), self.args.max_refresh_period)
 

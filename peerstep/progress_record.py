@@ -69,8 +69,7 @@ def parse_progress(peer_id: bytes, value: object) -> PeerProgress:
     """Parse a report; raise ValueError if a field is missing or out of range."""
     if not isinstance(value, dict):
         raise ValueError("not a dictionary")
-    fields = {name: value.get(name) for name in PeerProgress.__dataclass_fields__}
-    progress = PeerProgress(**{**fields, "peer_id": peer_id, "reported_here": 0.0})
+    progress = PeerProgress(peer_id, **{name: value.get(name) for name in (*RANGES, "marks", "schema")})
     for name, (types, low, high) in RANGES.items():
         number = getattr(progress, name)
         if type(number) not in types or not low <= number <= high:

@@ -113,7 +113,7 @@ class StatusKeeper(PeriodicThread):
     def update(self) -> TrainerStatus:
         """Return the status after an update from the tracker. It takes some ten microseconds for each peer."""
         status, tracker = self._status, self.optimizer.tracker
-        own, others = tracker.local_progress, tracker.alive(tracker.other_trainers)
+        own, others = tracker.local_progress, tracker.live_trainers
         rate, seconds = own.samples_per_second, tracker.seconds_to_step
         status.time = time.time()
         status.step, status.next_step = own.completed, own.epoch + 1

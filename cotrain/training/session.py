@@ -117,8 +117,7 @@ class TrainingSession:
             self._refuse_misfits()
             if self.optimizer.load_state_from_peers():
                 return True
-            alive = tracker.alive(tracker.other_trainers)
-            ahead = [peer for peer in alive if peer.epoch > self.optimizer.local_epoch + 1]
+            ahead = [peer for peer in tracker.live_trainers if peer.epoch > self.optimizer.local_epoch + 1]
             if not ahead or self.should_stop():
                 return False
             if len(ahead) == 1 and attempt >= self.MAX_JOIN_ATTEMPTS:

@@ -9,8 +9,8 @@ from peerstep.history import (
     NUM_MARKS,
     Marks,
     Position,
+    Side,
     add_mark,
-    outranks,
     parse_marks,
 )
 
@@ -40,8 +40,9 @@ def marks(history: str, steps: range = range(8, 72, 8)) -> Marks:
 def test_both_sides_come_to_the_same_decision(own, own_size, other, other_size, expected):
     assert own.is_apart_from(other) == other.is_apart_from(own) == (expected is not None)
     if expected is not None:
-        assert outranks(other, other_size, own, own_size) is expected
-        assert outranks(own, own_size, other, other_size) is not expected
+        own_side, other_side = Side(own, own_size), Side(other, other_size)
+        assert other_side.outranks(own_side) is expected
+        assert own_side.outranks(other_side) is not expected
 
 
 def test_marks_are_the_newest_of_one_history():
@@ -56,7 +57,7 @@ def test_marks_are_the_newest_of_one_history():
     for number in range(100):
         alone = add_mark(alone, 96 + 8 * number, b"alone", num_alone=number)
     assert [step for step, _ in alone] == [56, 64, 72, 80, 88, 872, 880, 888], "it knows where it has left the others"
-    assert outranks(Position(90, newest), 3, Position(890, alone), 1)
+    assert Side(Position(90, newest), 3).outranks(Side(Position(890, alone), 1))
     assert all(a < b for a, b in itertools.pairwise(back))
     for malformed in (None, [["8", "x"]]):
         with pytest.raises(ValueError, match="wrong marks"):

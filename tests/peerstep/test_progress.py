@@ -148,7 +148,7 @@ def test_peers_that_train_otherwise_are_ignored_with_one_warning(monkeypatch):
     for _ in range(3):
         reports = {**record(1, epoch=7, samples=10**6), "protocol": 1}, {"number": 2, "epoch": 9}
         see(tracker, *reports, {**record(3, epoch=7, samples=10**6), "schema": "other"})
-    assert tracker.other_trainers == [] and tracker.global_epoch == 0 and tracker.seconds_to_step > 0
+    assert tracker.other_trainers == [] and tracker.seconds_to_step > 0
     assert len(warnings) == 3 and f"protocol 1, this trainer has {PROTOCOL}" in warnings[0] and "Update" in warnings[0]
     assert "another model" in warnings[2] and tracker.num_misfits == 3
 
@@ -165,11 +165,11 @@ def test_banned_and_ignored_peers_do_not_count():
     tracker = see(make_tracker(), record(1, epoch=1), record(2, epoch=3))
     members = {signer_of(subkey(number)) for number in (1, 2)}
     tracker.record_members(members, {signer_of(subkey(2)): "NaN"})
-    assert tracker.global_epoch == 1
+    assert [progress.epoch for progress in tracker.other_trainers] == [1]
     assert tracker.ignore(lambda progress: progress.epoch == 1) == 1
-    assert tracker.global_epoch == 0 and tracker.other_trainers == []
+    assert tracker.other_trainers == []
     tracker.record_members(members - {signer_of(subkey(2))}, {})
-    assert tracker.global_epoch == 1, "this peer has averaged with it"
+    assert [progress.epoch for progress in tracker.other_trainers] == [1], "this peer has averaged with it"
 
 
 def test_report_speaks_for_its_signer_only():
@@ -492,7 +492,8 @@ def test_reads_soon_while_other_trainers_are_in_the_round_that_this_one_has_left
     assert tracker._refresh_period() == tracker.args.default_refresh_period, "it is alone"
     tracker.report_position(3, 0)
     assert tracker._next_fetch < clock.now + 1, "other trainers may have completed it, too"
-    tracker._first_seen = {peer_id(1): 0.0, peer_id(2): 0.0}
+    see(tracker, record(1), record(2))
+    clock.now += 60.0
     see(tracker, record(1, epoch=3, completed=2, rate=0.1), record(2, epoch=3, rate=0.1))
     assert tracker._refresh_period() == progress_module.ROUND_END_SECONDS
     see(tracker, record(1, epoch=3, rate=0.1), record(2, epoch=3, rate=0.1))

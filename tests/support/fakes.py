@@ -81,8 +81,9 @@ class FakeTracker:
     def refresh(self) -> bool:
         return True
 
-    def alive(self, peers: list[SimpleNamespace]) -> list[SimpleNamespace]:
-        return peers
+    @property
+    def live_trainers(self) -> list[SimpleNamespace]:
+        return self.other_trainers
 
 
 def make_text_task(config: PretrainedConfig, tokenizer: object | None = None) -> TextTask:
