@@ -16,7 +16,7 @@ from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 
 from google.protobuf.message import Message
-from hivemind.dht import DHT
+from hivemind.dht import DHT, dht
 from hivemind.dht import node as dht_node
 from hivemind.dht import protocol as dht_protocol
 from hivemind.dht.routing import DHTID
@@ -24,7 +24,6 @@ from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.p2p import P2P, P2PContext, PeerID
 from hivemind.p2p.p2p_daemon_bindings.control import DEFAULT_MAX_MSG_SIZE
 from hivemind.proto import dht_pb2
-from hivemind.utils import MPFuture
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import ValueWithExpiration
 
@@ -35,6 +34,7 @@ BEAM_SIZE = 10
 # Requests of a read at a time. With hivemind's four, the slowest of 20 reads of 8 peers on home lines took 7 to 9 s
 # during rounds, and some ended at the timeout of 10 s; with 16 they take 5 s, as those of one key did.
 NUM_WORKERS = 16
+START_SECONDS = 4.0  # a daemon that starts looks for its public address after 0.25, 0.75, 1.75 and 3.75 s
 MAX_KEYS = 64  # of a request, each once: 4 MiB of the same key would be answered 190,000 times; peers ask for 4
 WITHOUT_CACHES = {"cache_locally": False, "cache_nearest": 0, "cache_on_store": False}  # of DHTNode.create
 WITHOUT_RELAYS = Path(__file__).with_name("without_relays.json")
@@ -103,13 +103,13 @@ async def receive_raw_data(reader: asyncio.StreamReader) -> bytes:
     return await reader.readexactly(num_bytes)
 
 
-async def close_relayed_connections(p2p: P2P, delay: float = 4.0) -> None:
+async def close_relayed_connections(p2p: P2P) -> None:
     """Disconnect a daemon that has just started from the peers that it has reached through relays only.
 
     Once connections are opened again, libp2p replaces them by direct ones. It tries that once for each connection, and
     fails before the daemon knows its public address. Peers behind NAT connect within 0.5 s of the start, often before.
     """
-    await asyncio.sleep(delay)  # a daemon that starts looks for its public address after 0.25, 0.75, 1.75 and 3.75 s
+    await asyncio.sleep(START_SECONDS)
     connections = await p2p.list_peers()
     direct = {peer.peer_id for peer in connections if not any("p2p-circuit" in maddr for maddr in peer.addrs)}
     for peer_id in {peer.peer_id for peer in connections} - direct:
@@ -192,11 +192,27 @@ async def read_reports(node: dht_node.DHTNode, key: str) -> dict[bytes, ValueWit
     }
 
 
-class SafeDHT(DHT):
-    """hivemind.DHT that survives the death of a process that has called it, and spreads the progress reports.
+class RunNode(dht_node.DHTNode):
+    """Node that spreads the progress reports.
 
     Each report is under one of NUM_BUCKETS keys, which follows from its subkey, and a read merges them. With one key,
     five nodes had all the traffic of 100 peers, and each store of a report fetched all others.
+    """
+
+    async def store(self, key: str, *args, subkey: object, **kwargs) -> bool:
+        key = f"{key}.{bucket_of(subkey)}" if key.endswith(PROGRESS) else key
+        return await super().store(key, *args, subkey=subkey, **kwargs)
+
+    async def get(self, key: str, **kwargs) -> ValueWithExpiration | None:
+        if not key.endswith(PROGRESS):
+            return await super().get(key, **kwargs)
+        records = await read_reports(self, key)
+        newest = max((record.expiration_time for record in records.values()), default=0.0)
+        return ValueWithExpiration(records, newest) if records else None
+
+
+class SafeDHT(DHT):
+    """hivemind.DHT that survives the death of a process that has called it.
 
     Found values are not cached: all reads are of the newest ones, and a node with a copy would send it in each answer.
     """
@@ -210,29 +226,13 @@ class SafeDHT(DHT):
         super().run_in_background(await_ready, timeout)
 
     def run(self) -> None:
-        # In the DHT process alone: DHTNode.create takes the classes from its module.
-        dht_node.P2P, dht_node.DHTProtocol, RelayedP2P.errors = self.p2p_class, DHTProtocol, self.errors
+        # In the DHT process alone: hivemind takes the classes from its modules.
+        dht.DHTNode, dht_node.P2P, dht_node.DHTProtocol = RunNode, self.p2p_class, DHTProtocol
+        RelayedP2P.errors = self.errors
         dht_protocol.MAX_DHT_TIME_DISCREPANCY_SECONDS = math.inf  # the clock is corrected, see peerstep/redial.py
         self._inner_pipe = Inbox(self._inner_pipe, self.beats)
         self.kwargs |= WITHOUT_CACHES
         super().run()
-
-    async def _store(self, key: str, *args, subkey: object, **kwargs) -> None:
-        key = f"{key}.{bucket_of(subkey)}" if key.endswith(PROGRESS) else key
-        await super()._store(key, *args, subkey=subkey, **kwargs)
-
-    async def _get(self, key: str, latest: bool, future: MPFuture, **kwargs) -> None:
-        if not key.endswith(PROGRESS):
-            return await super()._get(key, latest, future, **kwargs)
-        try:
-            records = await read_reports(self._node, key)
-            newest = max((record.expiration_time for record in records.values()), default=0.0)
-            if not future.done():
-                future.set_result(ValueWithExpiration(records, newest) if records else None)
-        except BaseException as error:
-            if not future.done():
-                future.set_exception(error)
-            raise
 
     def check_invitation(self) -> None:
         """Raise UserError if this peer's invitation no longer holds, in a run with invitations."""

@@ -1,6 +1,6 @@
 """Progress reports of the peers, and when a global step is due.
 
-Each trainer publishes a signed record under `{run_id}_training_progress`, which `SafeDHT` spreads over several keys:
+Each trainer publishes a signed record under `{run_id}_training_progress`, which `RunNode` spreads over several keys:
 the newest steps that it has begun and completed, the samples for the next one, and how far its parameters are from the
 others', see progress_record.py.
 Adapted from hivemind/optim/progress_tracker.py, which believes every claim of a later step.
@@ -23,7 +23,7 @@ from peerstep.history import MAX_DIFFERENT, Side, different_marks
 from peerstep.matchmaking import RosterEntry
 from peerstep.neighbours import cap_weights
 from peerstep.progress_record import PROTOCOL, PeerProgress, parse_progress
-from peerstep.records import signer_of
+from peerstep.records import READ_TIMEOUT, signer_of
 from peerstep.standing import LACKING
 
 logger = get_logger(__name__)
@@ -35,7 +35,6 @@ ALIVE_SECONDS = 3 * HEARTBEAT_SECONDS  # age of the newest report from which on 
 PROBATION_SECONDS = 1.5 * HEARTBEAT_SECONDS  # for which a peer counts as alive whose first report looks old
 MAX_EXTRAPOLATION = 60.0  # seconds after its newest samples for which a peer is assumed to compute
 SECONDS_PER_PEER = 0.2  # between two reads: a read of 100 reports costs the other nodes 0.7 MB
-DHT_TIMEOUT = 10.0
 POLL_SECONDS = 0.05
 ROUND_END_SECONDS = 2.0  # between two reads while other trainers are still in the round that this peer has left
 HOLD_SECONDS = 120.0  # after a step, for which a trainer that is ahead of most others waits for them
@@ -302,7 +301,7 @@ class ProgressTracker(threading.Thread):
         others = self.contributing
         num_behind = sum(progress.epoch < step - 1 for progress in others)
         # With known reports of the previous step only, a fast peer would take this step alone.
-        hold = HOLD_SECONDS if num_behind * 2 > len(others) else DHT_TIMEOUT if others and self._is_outdated else 0.0
+        hold = HOLD_SECONDS if num_behind * 2 > len(others) else READ_TIMEOUT if others and self._is_outdated else 0.0
         if time.monotonic() < self._completed_at + hold:
             return max(self.args.min_refresh_period, self.estimate()[1])
         have_begun = sum(progress.epoch >= step for progress in others)
@@ -316,7 +315,7 @@ class ProgressTracker(threading.Thread):
             self._next_fetch = min(self._next_fetch, time.monotonic() + seconds)
         self._wake.set()
 
-    def refresh(self, timeout: float = DHT_TIMEOUT) -> bool:
+    def refresh(self, timeout: float = READ_TIMEOUT) -> bool:
         """Read the other peers' progress and wait for the result; False if it takes longer than `timeout` seconds."""
         self._has_fetched.clear()
         self.refresh_in(0.0)
@@ -386,10 +385,10 @@ class ProgressTracker(threading.Thread):
         """Read the reports once the DHT has answered. Does not block: the thread must keep reporting.
 
         :returns: whether the reports were read
-        :raises TimeoutError: if the DHT does not answer in DHT_TIMEOUT
+        :raises TimeoutError: if the DHT does not answer in READ_TIMEOUT
         """
         future, begun_at = self._pending_fetch
-        if not future.done() and time.monotonic() < begun_at + DHT_TIMEOUT:
+        if not future.done() and time.monotonic() < begun_at + READ_TIMEOUT:
             return False
         self._pending_fetch = None
         if not future.done():

@@ -31,7 +31,7 @@ from peerstep.node import NUM_BUCKETS, PROGRESS
 logger = get_logger(__name__)
 
 READ_TIMEOUT = 10.0  # seconds
-MAX_DEPTH = 8  # nested lists and dictionaries in a value; a history, the deepest record, has 2
+MAX_DEPTH = 8  # nested lists and dictionaries in a value; a history, the deepest record, has 2; or extension types
 
 
 def peer_id_of(public_key: RSAPublicKey) -> PeerID:
@@ -165,14 +165,13 @@ class BoundedExtensions(threading.local):
     segmentation fault. A dictionary of records has 1 level.
     """
 
-    MAX_DEPTH = 8
     depth = 0  # of the type that is being unpacked, in each thread
 
     def __init__(self, unpack: Callable[[int, bytes], object]):
         self._unpack = unpack
 
     def __call__(self, type_code: int, data: bytes) -> object:
-        if self.depth >= self.MAX_DEPTH:
+        if self.depth >= MAX_DEPTH:
             raise ValueError("extension types are nested too deeply")
         if type_code not in (*MSGPackSerializer._ext_type_codes, MSGPackSerializer._TUPLE_EXT_TYPE_CODE):
             return _refuse(type_code, data)  # hivemind logs a warning for each: 1.4 million in a message of 4 MiB

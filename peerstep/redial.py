@@ -20,35 +20,37 @@ from peerstep.threads import PeriodicThread
 
 logger = get_logger(__name__)
 
+DIAL_TIMEOUT = 5.0  # seconds for an initial peer
 MAX_CLOCK_ERROR = 1.0  # seconds; hivemind allows 3
 MAX_CORRECTION = 27 * 3600.0  # seconds; a wrong time zone is 26 hours off. With more, initial peers could end bans
 
 
 class BootstrapRedialer(PeriodicThread):
-    """Dials the initial peers every `longest_period` seconds, and more often while one of them does not answer.
+    """Dials the initial peers every PERIOD seconds, and more often while one of them does not answer.
 
     hivemind forgets a peer that was unreachable: the next trainer that joins through a restarted monitor would start a
     second run.
     """
 
-    def __init__(self, dht: DHT, initial_peers: Sequence[str], longest_period: float = 10.0):
-        super().__init__(longest_period)
-        self.dht, self.initial_peers, self.longest_period = dht, list(initial_peers), longest_period
+    PERIOD, PERIOD_WITHOUT_ANSWER = 10.0, 2.0
+
+    def __init__(self, dht: DHT, initial_peers: Sequence[str]):
+        super().__init__(self.PERIOD)
+        self.dht, self.initial_peers = dht, list(initial_peers)
 
     def work(self) -> None:
-        all_answer = set_run_clock(self.dht, self.initial_peers, self.longest_period / 2)
-        self.period = self.longest_period if all_answer else self.longest_period / 5
+        all_answer = set_run_clock(self.dht, self.initial_peers)
+        self.period = self.PERIOD if all_answer else self.PERIOD_WITHOUT_ANSWER
 
 
-def set_run_clock(dht: DHT, initial_peers: Sequence[str], timeout: float = 5.0) -> bool:
+def set_run_clock(dht: DHT, initial_peers: Sequence[str]) -> bool:
     """Dial the initial peers, and set the run's clock to the median of theirs if this machine's differs.
 
-    :param timeout: seconds for each of connecting and asking
     :returns: whether all initial peers answer
     """
     try:
-        call = partial(_redial, maddrs=initial_peers, timeout=timeout)
-        offsets = dht.run_coroutine(call, return_future=True).result(timeout=4 * timeout)
+        call = partial(_redial, maddrs=initial_peers)
+        offsets = dht.run_coroutine(call, return_future=True).result(timeout=4 * DIAL_TIMEOUT)
     except Exception as error:
         logger.debug(f"Could not reach the initial peers: {error!r}")
         return False
@@ -66,19 +68,18 @@ def set_run_clock(dht: DHT, initial_peers: Sequence[str], timeout: float = 5.0) 
     return None not in offsets
 
 
-async def _redial(_dht: DHT, node: DHTNode, maddrs: Sequence[str], timeout: float) -> list[float | None]:
+async def _redial(_dht: DHT, node: DHTNode, maddrs: Sequence[str]) -> list[float | None]:
     """Connect to each address and ping the peer, which then adds this peer to its routing table. In the DHT process.
 
-    :param timeout: seconds for each peer
     :returns: the seconds by which each peer's clock of the run is ahead of this peer's; None if it does not answer
     """
-    return await asyncio.gather(*(_dial(node, Multiaddr(maddr), timeout) for maddr in maddrs))
+    return await asyncio.gather(*(_dial(node, Multiaddr(maddr)) for maddr in maddrs))
 
 
-async def _dial(node: DHTNode, maddr: Multiaddr, timeout: float) -> float | None:
+async def _dial(node: DHTNode, maddr: Multiaddr) -> float | None:
     peer_id = PeerID.from_base58(maddr["p2p"])
     try:
-        async with asyncio.timeout(timeout):
+        async with asyncio.timeout(DIAL_TIMEOUT):
             # After each failed dial, libp2p refuses the next for longer, soon for minutes: first check the port.
             if (endpoint := find_tcp_endpoint(maddr)) is not None:
                 _, writer = await asyncio.open_connection(*endpoint)

@@ -65,7 +65,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
 
     # Bounds on the downloads of other peers, since a reader that has stalled keeps a copy of the state on the disk
     MAX_UPLOADS, MAX_UPLOADS_OF_ALL = 2, 16  # at the same time, of a peer and of all
-    LEAST_RATE, GRACE_SECONDS = 25_000.0, 60.0  # bytes per second that a reader must take, after a grace period
+    LEAST_RATE, READER_GRACE = 25_000.0, 60.0  # bytes per second that a reader must take, after a grace period
     BUSY_RATE = 100_000.0  # the same while more than half of the places are taken
     MAX_COMPARISONS, MAX_COMPARISONS_OF_ALL = 8, 100  # answers in a second, to a peer and to all
 
@@ -236,7 +236,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
             return
         self._uploads[reader] += 1
         try:
-            async with asyncio.timeout(self.GRACE_SECONDS) as limit:
+            async with asyncio.timeout(self.READER_GRACE) as limit:
                 async for message in self._keep_stream_open(self._read_copy()):
                     yield message
                     rate = self.BUSY_RATE if self._uploads.total() > self.MAX_UPLOADS_OF_ALL / 2 else self.LEAST_RATE

@@ -27,7 +27,7 @@ from peerstep.wire import TensorAssembler
 
 logger = get_logger(__name__)
 
-DHT_TIMEOUT = 30.0  # seconds for reading the offers
+OFFERS_TIMEOUT = 30.0  # seconds for reading the offers
 State = tuple[str, dict, list[torch.Tensor]]  # a donor's peer ID, metadata and tensors
 
 
@@ -121,10 +121,10 @@ class StateDownload:
         key = f"{self.averager.prefix}.all_averagers"
         offers = self.averager.dht.get(key, latest=True, return_future=True)
         try:
-            async with asyncio.timeout(DHT_TIMEOUT):
+            async with asyncio.timeout(OFFERS_TIMEOUT):
                 found = await offers
         except TimeoutError:
-            logger.warning(f"The DHT did not return the peers that offer a state within {DHT_TIMEOUT:.0f} seconds")
+            logger.warning(f"The DHT did not return the peers that offer a state within {OFFERS_TIMEOUT:.0f} seconds")
             self._may_retry = True
             return None
         return found.value if found is not None else None

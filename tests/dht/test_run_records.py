@@ -384,7 +384,7 @@ def test_initial_peer_that_is_away_is_not_dialed_through_libp2p():
         node, port = FakeNode(), get_free_port()
         maddr = f"/ip4/127.0.0.1/tcp/{port}/p2p/QmcH4MyH7czQHqJJb4A9y68eHv3yTSUc5uRpf8JXU6H7wu"
         async with await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", port if listens else 0):
-            return await _redial(None, node, [maddr], 5), len(node.dialed)
+            return await _redial(None, node, [maddr]), len(node.dialed)
 
     assert asyncio.run(redial_while(listens=False)) == ([None], 0)
     assert asyncio.run(redial_while(listens=True)) == ([pytest.approx(6.0, abs=0.1)], 1)

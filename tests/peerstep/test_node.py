@@ -127,12 +127,13 @@ def test_identity_that_another_peer_uses_is_named(tmp_path, monkeypatch):
             pass
 
 
-def test_only_peers_without_a_direct_connection_are_disconnected():
+def test_only_peers_without_a_direct_connection_are_disconnected(monkeypatch):
+    monkeypatch.setattr("peerstep.node.START_SECONDS", 0.0)
     direct, relayed = "/ip4/1.2.3.4/tcp/31337", f"{RELAY}/p2p-circuit"
     connections = [("a", direct), ("b", relayed), ("c", relayed), ("c", direct), ("b", relayed)]
     p2p = AsyncMock()
     p2p.list_peers.return_value = [PeerInfo(peer, [Multiaddr(maddr)]) for peer, maddr in connections]
-    asyncio.run(close_relayed_connections(p2p, delay=0))
+    asyncio.run(close_relayed_connections(p2p))
     p2p._client.disconnect.assert_awaited_once_with("b")
 
 

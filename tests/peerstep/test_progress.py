@@ -18,9 +18,9 @@ from peerstep import progress as progress_module
 from peerstep.clock import run_time
 from peerstep.progress import (
     ALIVE_SECONDS,
-    DHT_TIMEOUT,
     HEARTBEAT_SECONDS,
     PROBATION_SECONDS,
+    READ_TIMEOUT,
     SECONDS_PER_PEER,
     ProgressTracker,
 )
@@ -518,7 +518,7 @@ def test_slow_dht_neither_silences_this_peer_nor_declares_the_others_dead(clock)
     tracker = see(make_tracker(), report := record(1))
     tracker.dht.answers = False
     tracker._begin_fetch()
-    clock.now += DHT_TIMEOUT - 1
+    clock.now += READ_TIMEOUT - 1
     assert not tracker._finish_fetch()
     clock.now += ALIVE_SECONDS
     assert tracker.num_expected(1) == 1, "its report was fresh when it was read"
@@ -556,7 +556,7 @@ def test_peer_whose_first_report_is_old_is_not_waited_for_long(clock):
 
 def test_thread_survives_a_silent_dht(monkeypatch):
     monkeypatch.setattr(progress_module, "time", time)
-    monkeypatch.setattr(progress_module, "DHT_TIMEOUT", 0.1)
+    monkeypatch.setattr(progress_module, "READ_TIMEOUT", 0.1)
     tracker = make_tracker(default_refresh_period=0.1)
     tracker.dht.answers = False
     tracker.start()

@@ -36,7 +36,7 @@ def right_clock():
 
 def test_peers_that_do_not_answer_are_dialed_more_often():
     dht = Answers([0.0, 0.1], [None, 0.0], TimeoutError, [0.0, 0.0])
-    thread = BootstrapRedialer(dht, ["/ip4/192.0.2.1/tcp/1/p2p/Qm"] * 2, longest_period=10.0)
+    thread = BootstrapRedialer(dht, ["/ip4/192.0.2.1/tcp/1/p2p/Qm"] * 2)
     periods = [thread.period]
     for _ in range(4):
         thread.work()

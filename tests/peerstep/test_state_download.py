@@ -376,7 +376,7 @@ async def test_slow_downloads_do_not_hold_most_places(donors, monkeypatch, clock
             await asyncio.sleep(5.0)  # some 1500 bytes a second
 
     tasks = [asyncio.create_task(read(reader)) for reader in range(number)]
-    await asyncio.sleep(4 * TrainingStateAverager.GRACE_SECONDS)
+    await asyncio.sleep(4 * TrainingStateAverager.READER_GRACE)
     assert any(task.done() for task in tasks) == (number == 2)
     for task in tasks:
         task.cancel()
@@ -386,7 +386,7 @@ async def test_slow_downloads_do_not_hold_most_places(donors, monkeypatch, clock
 
 async def test_downloads_of_a_peer_and_those_that_stall_are_bounded(donors, monkeypatch):
     """Each keeps a copy of the state."""
-    monkeypatch.setattr(TrainingStateAverager, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(TrainingStateAverager, "READER_GRACE", 0.5)
     donor, started = donors.add(), []
     offer(donor, step=5)
     readers = [SimpleNamespace(remote_id=peer.peer_id) for peer in (donors.add(), donors.add())]
