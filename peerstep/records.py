@@ -5,10 +5,11 @@ docs/upgrading-hivemind.md lists what they replace.
 
 import functools
 import hashlib
-import struct
+import math
 import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple
 
 import msgpack
 import multihash
@@ -112,30 +113,27 @@ class RunValidator(CompositeValidator):
 
     def validate(self, record: DHTRecord) -> bool:
         try:
-            return self._is_bounded(record) and (self._is_known(record) or self._is_valid(record))
+            return self._is_valid(record)
         except Exception as error:  # also of hivemind's validators, for malformed keys and values
             logger.debug(f"Refused a malformed record: {error!r}")
             return False
 
-    def _is_bounded(self, record: DHTRecord) -> bool:
-        if len(record.value) + len(record.subkey or b"") > self.MAX_BYTES + self.MAX_SIGNATURE_BYTES:
-            return False
-        lifetime = self._lifetimes.get(record.key)
-        return lifetime is not None and record.expiration_time <= run_time() + lifetime  # false for NaN
-
-    def _is_known(self, record: DHTRecord) -> bool:
-        if is_known := (digest := _digest(record)) in self._known:
-            self._known.move_to_end(digest)
-        return is_known
-
     def _is_valid(self, record: DHTRecord) -> bool:
+        end = run_time() + self._lifetimes.get(record.key, -math.inf)
+        num_bytes = len(record.value) + len(record.subkey or b"")
+        if num_bytes > self.MAX_BYTES + self.MAX_SIGNATURE_BYTES or not -math.inf < record.expiration_time <= end:
+            return False
+        digest = hashlib.blake2b(MSGPackSerializer.dumps(astuple(record)), digest_size=20).digest()
+        if digest in self._known:
+            self._known.move_to_end(digest)
+            return True
         subkey = msgpack.unpackb(record.subkey, ext_hook=_refuse)
         # msgpack has several forms of the same bytes: a signer would have as many places.
         if record.subkey != MSGPackSerializer.dumps(subkey) or not signer_of(subkey):
             return False
         if not (is_readable(self.strip_value(record)) and super().validate(record) and self._has_room(record)):
             return False
-        self._known[_digest(record)] = None
+        self._known[digest] = None
         if len(self._known) > self.MAX_KNOWN:
             self._known.popitem(last=False)
         return True
@@ -149,13 +147,6 @@ class RunValidator(CompositeValidator):
                 return False
         known[record.subkey] = max(record.expiration_time, known.get(record.subkey, 0.0))
         return True
-
-
-def _digest(record: DHTRecord) -> bytes:
-    digest = hashlib.blake2b(struct.pack("d", record.expiration_time), digest_size=20)
-    for part in (record.key, record.subkey or b"", record.value):
-        digest.update(struct.pack("q", len(part)) + part)
-    return digest.digest()
 
 
 class BoundedExtensions(threading.local):

@@ -238,7 +238,7 @@ PARSERS: dict[str, tuple[Callable, Callable, type | None]] = {  # makes a messag
     ),
     "offers": (
         lambda: MSGPackSerializer.dumps({SUBKEY: 17.0}),
-        loads(lambda offers: rank_donors(dict.fromkeys(offers), 17.0)),
+        loads(lambda offers: rank_donors(dict.fromkeys(offers), 17.0, None)),
         None,
     ),
     "token": (INVITATION.token.SerializeToString, token, type(INVITATION.token)),
