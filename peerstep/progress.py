@@ -107,10 +107,7 @@ class ProgressTracker(threading.Thread):
         self._pending_fetch: tuple[MPFuture, float] | None = None  # result and start time
         self._last_increment = 0  # samples of the newest local step
         self._is_reporting = False  # a trainer publishes nothing before its first local step
-        now = run_time()
-        self.local_progress = PeerProgress(
-            dht.peer_id.to_bytes(), client_mode=dht.client_mode, time=now, reported_at=now
-        )
+        self.local_progress = PeerProgress(dht.peer_id.to_bytes(), client_mode=dht.client_mode, time=run_time())
 
     # This peer's progress
 
@@ -148,11 +145,9 @@ class ProgressTracker(threading.Thread):
 
         Other peers extrapolate the samples between two reports.
         """
-        rate, now = float(self.performance_ema.samples_per_second), run_time()
+        rate = float(self.performance_ema.samples_per_second)
         with self._lock:
-            self.local_progress = replace(
-                self.local_progress, samples_per_second=rate, time=now, reported_at=now, **changes
-            )
+            self.local_progress = replace(self.local_progress, samples_per_second=rate, time=run_time(), **changes)
             period = 0.0 if is_urgent else self.args.min_refresh_period
             if not is_urgent and self.performance_ema.num_updates > MIN_RATE_UPDATES:  # a report has had the rate
                 period = max(period, REPORT_FRACTION * self.seconds_to_step)

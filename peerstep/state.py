@@ -51,9 +51,8 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     `local_epoch` is the global step of this peer. Offers and saved states carry `applied_epoch`, the step whose update
     the parameters have. It lags while an update runs in the background.
 
-    `apply_update`, `restore` and `sync_with_main_parameters` change the state under `lock_optimizer` and
-    `lock_averaged_tensors`, so that no reader sees a partial change. Other code that writes into the parameters or the
-    optimizer must call `mark_changed` afterwards.
+    Only `apply_update`, `restore` and `sync_with_main_parameters` change the state, under `lock_optimizer` and
+    `lock_averaged_tensors`: no reader sees a partial change.
 
     :param public_key: the subkey of this peer's records, from `make_validators`: an offer speaks for its signer
     :param download_timeout, donor_timeout: seconds for a whole download, and that a donor may be silent
@@ -107,16 +106,11 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
 
         :param parameters: averaged parameters of a group, to start from instead of this peer's parameters
         """
-        with self.lock_optimizer, self.lock_averaged_tensors:
-            try:
-                if parameters is not None:
-                    with torch.no_grad():
-                        torch._foreach_copy_(self.layout.parameters, parameters)
-                self._set_schedule(epoch - 1)
-                self.optimizer.step()
-                self._set_applied_epoch(epoch)
-            finally:
-                self.mark_changed()
+        with self._changing_to(epoch):
+            if parameters is not None:
+                torch._foreach_copy_(self.layout.parameters, parameters)
+            self._set_schedule(epoch - 1)
+            self.optimizer.step()
 
     def restore(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> None:
         """Replace the state by another one, possibly of an earlier step. The tensors are copied.
@@ -125,11 +119,9 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         """
         position = read_position(metadata)
         self.layout.check(metadata, tensors)
-        with self.lock_optimizer, self.lock_averaged_tensors:
+        with self._changing_to(position.step):
             self.layout.copy_from(tensors)
             self.local_epoch, self.marks = position.step, position.marks
-            self._set_applied_epoch(position.step)
-            self.mark_changed()
         if self.offload_optimizer:
             self._apply_optimizer_parameters_()
 
@@ -138,19 +130,18 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
 
         The copy of an offloaded optimizer would overwrite them at the next step.
         """
-        with self.lock_optimizer, self.lock_averaged_tensors, torch.no_grad():
+        with self._changing_to(epoch):
             torch._foreach_copy_(self.layout.parameters, self.main_parameters)
             self.local_epoch = epoch
-            self._set_applied_epoch(epoch)
-            self.mark_changed()
 
-    def mark_changed(self) -> None:
-        """Drop the copy of the state. Call it after each change of the state."""
-        self._copy = None
-
-    def _set_applied_epoch(self, epoch: int) -> None:
-        self._set_schedule(epoch)
-        self.applied_epoch = epoch
+    @contextmanager
+    def _changing_to(self, epoch: int) -> Iterator[None]:
+        """Drop the copy of the state, and change the state to that of a step, while no other thread reads it."""
+        with self.lock_optimizer, self.lock_averaged_tensors, torch.no_grad():
+            self._copy = None
+            yield
+            self._set_schedule(epoch)
+            self.applied_epoch = epoch
 
     def _set_schedule(self, epoch: int) -> None:
         if self.scheduler is not None:

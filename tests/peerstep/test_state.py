@@ -148,7 +148,7 @@ def test_nobody_reads_the_state_in_the_middle_of_an_update_or_a_download(pool, c
         fill_parameters(averager, 2.0)
         averager.applied_epoch = epoch
 
-    averager._set_applied_epoch = change
+    averager._set_schedule = change
     averaged = [torch.full_like(parameter, 2.0) for parameter in averager.layout.parameters]
     averager.copy_state()  # keeps a copy of the state before the update
     metadata, tensors = snapshot(averager)

@@ -314,7 +314,7 @@ def test_state_with_false_statistics_is_not_used(donors, optimizer, first, secon
     for values in liar.optimizer.state.values():
         values["exp_avg"] *= first
         values["exp_avg_sq"] *= second
-    liar.mark_changed()
+    liar._copy = None
     found = newcomer.download_state(credible_epoch=20)
     assert (found is None) if is_alone else found[0] != str(liar.peer_id)
 
