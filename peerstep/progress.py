@@ -23,7 +23,7 @@ from peerstep.history import MAX_DIFFERENT, Side, different_marks
 from peerstep.matchmaking import RosterEntry
 from peerstep.neighbours import cap_weights
 from peerstep.progress_record import PROTOCOL, PeerProgress, parse_progress
-from peerstep.records import READ_TIMEOUT, signer_of
+from peerstep.records import READ_TIMEOUT, signer_of, store_record
 from peerstep.standing import LACKING
 
 logger = get_logger(__name__)
@@ -356,7 +356,7 @@ class ProgressTracker(threading.Thread):
             self._next_report = self._last_report + min(HEARTBEAT_SECONDS, self.args.metadata_expiration / 2)
             record = self.local_progress.to_record()
             record |= {"schema": self.schema, "reported_at": run_time(), "samples_per_second": self._sustained_rate()}
-        self._store(record)
+        store_record(self.dht, self.key, self._subkey, record, self.args.metadata_expiration)
 
     def _sustained_rate(self) -> float:
         """Return the samples per second that other peers may rely on.
@@ -367,10 +367,6 @@ class ProgressTracker(threading.Thread):
         if self.performance_ema.num_updates < MIN_RATE_UPDATES:
             return 0.0
         return min(own.samples_per_second, self._last_increment / max(1e-3, run_time() - own.time))
-
-    def _store(self, record: dict | None) -> None:
-        expiration = run_time() + self.args.metadata_expiration
-        self.dht.store(self.key, subkey=self._subkey, value=record, expiration_time=expiration, return_future=True)
 
     def _begin_fetch(self) -> None:
         self._next_fetch = time.monotonic() + self.args.default_refresh_period  # retry interval if the fetch fails
@@ -473,4 +469,4 @@ class ProgressTracker(threading.Thread):
             self._wake.set()
             self.join(timeout)
             if self._is_reporting:
-                self._store(None)
+                store_record(self.dht, self.key, self._subkey, None, self.args.metadata_expiration)

@@ -173,24 +173,20 @@ class BoundedExtensions(threading.local):
             self.depth -= 1
 
 
-# Checked by the reader (peerstep/progress.py), which warns about peers with another protocol number
-ProgressSchema = pydantic.create_model(
-    "ProgressSchema",
-    **{f"{PROGRESS}.{bucket}": (dict[BytesWithPublicKey, dict | None], ...) for bucket in range(NUM_BUCKETS)},
-)
-
-# The priority (global step) of the state that a peer offers, None once the offer is withdrawn. The key is no Python
-# identifier, so this schema is no class.
+# The priority (global step) of the state that a peer offers, None once the offer is withdrawn
 _Priority = (
     pydantic.confloat(strict=True, ge=0.0, le=MAX_STEP) | pydantic.conint(strict=True, ge=0, le=MAX_STEP) | None
 )
-OfferSchema = pydantic.create_model(
-    "OfferSchema", **{"state_averager.all_averagers": (dict[BytesWithPublicKey, _Priority], ...)}
-)
+_FIELDS = {
+    # Checked by the reader (peerstep/progress.py), which warns about peers with another protocol number
+    **dict.fromkeys((f"{PROGRESS}.{bucket}" for bucket in range(NUM_BUCKETS)), dict[BytesWithPublicKey, dict | None]),
+    "state_averager.all_averagers": dict[BytesWithPublicKey, _Priority],
+}
+RunSchema = pydantic.create_model("RunSchema", **{name: (kind, ...) for name, kind in _FIELDS.items()})
 
-# Seconds to the expiration of a record, at most: what the flags allow, and some more for clocks that differ
-MAX_LIFETIME = 5400.0
-LIFETIMES = dict.fromkeys([*ProgressSchema.__fields__, "state_averager.all_averagers"], 180.0)
+# Seconds to the expiration of a record, of these and of a caller's schemas, at most: what the flags allow, and some
+# more for clocks that differ
+MAX_LIFETIME, MAX_LIFETIME_OF_OTHERS = 180.0, 5400.0
 
 
 def build_validators(
@@ -204,10 +200,10 @@ def build_validators(
     :returns: the validators, and the subkey (owner tag with public key) of this peer's records
     """
     signatures = RSASignatureValidator(private_key)
-    schemas = [*schemas, *(SchemaValidator(schema, prefix=prefix) for schema in (ProgressSchema, OfferSchema))]
-    keys = {key: name for schema in schemas for key, name in schema._key_id_to_field_name.items()}
-    lifetimes = {key: LIFETIMES.get(name, MAX_LIFETIME) for key, name in keys.items()}
-    return [RunValidator([*schemas, signatures], lifetimes)], signatures.local_public_key
+    own = SchemaValidator(RunSchema, prefix=prefix)
+    lifetimes = {key: MAX_LIFETIME_OF_OTHERS for schema in schemas for key in schema._key_id_to_field_name}
+    lifetimes |= dict.fromkeys(own._key_id_to_field_name, MAX_LIFETIME)
+    return [RunValidator([own, *schemas, signatures], lifetimes)], signatures.local_public_key
 
 
 def get_dictionary(dht: DHT, key: str) -> dict:

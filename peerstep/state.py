@@ -17,9 +17,9 @@ from hivemind.utils.streaming import split_for_streaming
 from torch.optim.lr_scheduler import LambdaLR
 
 from peerstep.base import SafeAverager
-from peerstep.clock import run_time
 from peerstep.comparison import pack_elements
 from peerstep.history import Marks
+from peerstep.records import store_record
 from peerstep.state_download import StateDownload
 from peerstep.state_layout import StateLayout, read_position
 from peerstep.stored_messages import StoredMessages
@@ -165,8 +165,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
             if self.allow_state_sharing or was_offered:
                 was_offered = self.allow_state_sharing
                 offer = self.state_sharing_priority if was_offered else None
-                expiration = run_time() + self.declare_state_period + OFFER_MARGIN
-                self.dht.store(key, offer, expiration, subkey=self.public_key, return_future=True)
+                store_record(self.dht, key, self.public_key, offer, self.declare_state_period + OFFER_MARGIN)
             self._state_updated.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(self.declare_state_period):
