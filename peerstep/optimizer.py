@@ -46,7 +46,7 @@ MAX_MISSED_UPDATES = 64  # steps that the other peers can have taken during a do
 MAX_FAILURES, MAX_FAILURES_OF_OTHERS = 3, 6
 # Fraction of a global step that local steps and rounds may wait for each other, also with delays
 SHORT = 0.05
-RETRY_SECONDS = 1.0  # after a failed round, for a local step of a peer that computes nothing during rounds
+ROUND_RETRY_SECONDS = 1.0  # after a failed round, for a local step of a peer that computes nothing during rounds
 MAX_FAILED_LOADS = 3  # before peers that claim a step without any offered state are ignored for a while
 
 
@@ -502,7 +502,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
     def _keep_samples(self, step: int, samples: int) -> int:
         """Try a step again later, for which no group was found. Return the samples for it."""
         self._num_failures, self._num_stuck = self._num_failures + 1, self._num_stuck + 1
-        self._retry_at = time.monotonic() + RETRY_SECONDS
+        self._retry_at = time.monotonic() + ROUND_RETRY_SECONDS
         own_id = self.tracker.local_progress.peer_id
         is_first = all(own_id < progress.peer_id for progress in self.tracker.contributing)
         if self._num_stuck >= (MAX_FAILURES if is_first else MAX_FAILURES_OF_OTHERS):

@@ -127,7 +127,7 @@ def exit_after(seconds: float, code: int, why: str) -> None:
 
 
 def call_off_exits() -> None:
-    """Let this process live: it has shut down what `exit_after` was to end, and has other things to do."""
+    """Cancel the pending `exit_after`s: what they were to end has shut down, and this process has more to do."""
     while _exits:
         _exits.pop().cancel()
 
