@@ -17,7 +17,6 @@ from hivemind.utils.streaming import split_for_streaming
 from torch.optim.lr_scheduler import LambdaLR
 
 from peerstep.base import SafeAverager
-from peerstep.comparison import pack_elements
 from peerstep.history import Marks
 from peerstep.records import store_record
 from peerstep.state_download import StateDownload
@@ -237,14 +236,14 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     async def rpc_compare_state(
         self, request: averaging_pb2.DownloadData, context: P2PContext
     ) -> averaging_pb2.DownloadData:
-        """Answer with some elements of the state, see peerstep/comparison.py; none without an offer."""
+        """Answer with some elements of the state, see StateLayout; none without an offer."""
         reader, now = context.remote_id, asyncio.get_running_loop().time()
         recent = [other for other, answered in self._comparisons if now < answered + 1.0]
         is_busy = len(recent) >= self.MAX_COMPARISONS_OF_ALL or recent.count(reader) >= self.MAX_COMPARISONS
         if is_busy or not self.allow_state_sharing:
             return averaging_pb2.DownloadData()
         self._comparisons.append((reader, now))
-        return pack_elements(self.layout.groups(self.layout.tensors()), request)
+        return self.layout.pack_elements(request)
 
     # Downloading a state
 

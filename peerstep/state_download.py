@@ -19,7 +19,6 @@ from hivemind.utils import get_logger
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from peerstep.base import SafeAverager
-from peerstep.comparison import agrees
 from peerstep.history import MAX_STEP, Marks, different_marks
 from peerstep.records import signer_of
 from peerstep.state_layout import OldStateError, StateLayout, StateLoadError, read_position
@@ -185,7 +184,7 @@ class StateDownload:
         try:
             async with asyncio.timeout(self.COMPARE_TIMEOUT):
                 answer = await self._stub(peer).rpc_compare_state(averaging_pb2.DownloadData(metadata=seed))
-            return agrees(self.layout.groups(tensors), seed, answer)
+            return self.layout.agrees(tensors, seed, answer)
         except Exception as error:
             logger.debug(f"{peer} does not say whether its state is the same: {error!r}")
             return None

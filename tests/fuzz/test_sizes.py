@@ -27,7 +27,6 @@ from cotrain.admission.invitations import check_token
 from cotrain.admission.revocations import Revocations, RevocationStore
 from cotrain.dht.run_records import make_validators
 from cotrain.peer.run_config import RunConfig, choose
-from peerstep.comparison import agrees, pack_elements
 from peerstep.history import parse_marks
 from peerstep.matchmaking import Claims, make_group_id, parse_claims
 from peerstep.node import DHTProtocol
@@ -57,7 +56,6 @@ from tests.support.state import snapshot
 LIMIT = DEFAULT_MAX_MSG_SIZE - 100
 MAX_KEPT = 8192  # bytes of what a parser returns, pickled
 TENSOR = torch.ones(300)
-GROUPS = [[torch.ones(3000)], [torch.ones(3000)]]
 
 pytestmark = pytest.mark.usefixtures("patches")
 
@@ -193,7 +191,7 @@ def make_metadata() -> bytes:
 
 
 def make_answer() -> averaging_pb2.DownloadData:
-    return pack_elements(GROUPS, averaging_pb2.DownloadData(metadata=bytes(8)))
+    return averager().layout.pack_elements(averaging_pb2.DownloadData(metadata=bytes(8)))
 
 
 def loads(parse: Callable) -> Callable:
@@ -259,17 +257,17 @@ PARSERS: dict[str, tuple[Callable, Callable, type | None]] = {  # makes a messag
     ),
     "tensor": (
         lambda: make_answer().SerializeToString(),
-        wire(lambda message: check_tensor(message.tensor_part, spec_of(torch.ones(2, 1000)))),
+        wire(lambda message: check_tensor(message.tensor_part, spec_of(torch.ones(3, 1000)))),
         averaging_pb2.DownloadData,
     ),
     "comparison": (
         lambda: make_answer().SerializeToString(),
-        wire(lambda message: agrees(GROUPS, bytes(8), message)),
+        wire(lambda message: averager().layout.agrees(averager().layout.tensors(), bytes(8), message)),
         averaging_pb2.DownloadData,
     ),
     "request of a comparison": (
         lambda: averaging_pb2.DownloadData(metadata=bytes(8)).SerializeToString(),
-        wire(lambda request: len(pack_elements(GROUPS, request).tensor_part.buffer)),
+        wire(lambda request: len(averager().layout.pack_elements(request).tensor_part.buffer)),
         averaging_pb2.DownloadData,
     ),
     "peer ID": (PEER.to_bytes, PeerID, None),

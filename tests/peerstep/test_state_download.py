@@ -17,11 +17,10 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 
 from cotrain.training import builders
 from peerstep import wire
-from peerstep.comparison import agrees, choose_elements, pack_elements
 from peerstep.records import signer_of
 from peerstep.state import TrainingStateAverager
 from peerstep.state_download import StateDownload, rank_donors
-from peerstep.state_layout import StateLoadError
+from peerstep.state_layout import StateLoadError, choose_elements
 from tests.support.models import build_model
 from tests.support.offline import offline_averager
 from tests.support.peers import wait_until
@@ -343,7 +342,7 @@ def test_elements_are_chosen_from_all_tensors_by_the_seed():
     assert len(chosen.unique()) > 900 and chosen.min() < 100 and chosen.max() > 8900
     for count in (0, 9):
         with pytest.raises(ValueError):
-            pack_elements(groups, DownloadData(metadata=bytes(count)))
+            choose_elements(groups, bytes(count))
 
 
 async def test_comparisons_are_bounded(donors, clock):
@@ -522,4 +521,4 @@ def test_monitor_compares_with_the_state_that_it_offers(build_swarm, monkeypatch
             return await stub.rpc_compare_state(DownloadData(metadata=seed))
 
         averager = trainer.optimizer.state_averager
-        assert agrees(averager.layout.groups(averager.layout.tensors()), seed, asyncio.run(ask()))
+        assert averager.layout.agrees(averager.layout.tensors(), seed, asyncio.run(ask()))
