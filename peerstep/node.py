@@ -207,8 +207,7 @@ class RunNode(dht_node.DHTNode):
         if not key.endswith(PROGRESS):
             return await super().get(key, **kwargs)
         records = await read_reports(self, key)
-        newest = max((record.expiration_time for record in records.values()), default=0.0)
-        return ValueWithExpiration(records, newest) if records else None
+        return ValueWithExpiration(records, math.inf) if records else None
 
 
 class SafeDHT(DHT):

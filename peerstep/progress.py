@@ -292,17 +292,15 @@ class ProgressTracker(threading.Thread):
         A step is due once all peers together have accumulated the target batch, or once half of the other trainers
         have begun it. A trainer that is ahead of most others waits for them.
         """
-        step = self.next_step
-        others = self.contributing
+        step, others = self.next_step, self.contributing
         num_behind = sum(progress.epoch < step - 1 for progress in others)
         # With known reports of the previous step only, a fast peer would take this step alone.
         hold = HOLD_SECONDS if num_behind * 2 > len(others) else READ_TIMEOUT if others and self._is_outdated else 0.0
+        seconds = self.estimate()[1]
         if time.monotonic() < self._completed_at + hold:
-            return max(self.args.min_refresh_period, self.estimate()[1])
+            return max(self.args.min_refresh_period, seconds)
         have_begun = sum(progress.epoch >= step for progress in others)
-        if others and have_begun * 2 >= len(others):
-            return 0.0
-        return self.estimate()[1]
+        return 0.0 if others and have_begun * 2 >= len(others) else seconds
 
     def refresh_in(self, seconds: float) -> None:
         """Schedule a read of the other peers' progress in `seconds`, unless an earlier one is scheduled."""
@@ -363,10 +361,9 @@ class ProgressTracker(threading.Thread):
 
         Lower than the average while the current local step takes longer than the previous ones.
         """
-        own = self.local_progress
-        if self.performance_ema.num_updates < MIN_RATE_UPDATES:
-            return 0.0
-        return min(own.samples_per_second, self._last_increment / max(1e-3, run_time() - own.time))
+        own, is_known = self.local_progress, self.performance_ema.num_updates >= MIN_RATE_UPDATES
+        newest = self._last_increment / max(1e-3, run_time() - own.time)
+        return min(own.samples_per_second, newest) if is_known else 0.0
 
     def _begin_fetch(self) -> None:
         self._next_fetch = time.monotonic() + self.args.default_refresh_period  # retry interval if the fetch fails
