@@ -45,24 +45,15 @@ WARN_SECONDS = 600.0  # between two warnings about the same peer
 
 @dataclass(frozen=True)
 class TrackerOptions:
-    """How often a trainer asks the others for their progress.
+    """How often a trainer asks the others for their progress."""
 
-    :param min_refresh_period: least seconds between two reads, and between two reports of samples
-    :param max_refresh_period: most seconds between two reads
-    :param default_refresh_period: seconds between two reads while no other peer reports any, or a read has failed
-    :param expected_drift_peers: number of peers that are assumed to join during a global step
-    :param expected_drift_rate: the same, as a fraction of the peers
-    :param performance_ema_alpha: weight of the newest measurement in the average of samples per second
-    :param metadata_expiration: seconds to the expiration of a report, at most 120
-    """
-
-    min_refresh_period: float = 0.5
-    max_refresh_period: float = 30.0
-    default_refresh_period: float = 3.0
-    expected_drift_peers: float = 3.0
-    expected_drift_rate: float = 0.2
-    performance_ema_alpha: float = 0.1
-    metadata_expiration: float = 120.0
+    min_refresh_period: float = 0.5  # least seconds between two reads, and between two reports of samples
+    max_refresh_period: float = 30.0  # most seconds between two reads
+    default_refresh_period: float = 3.0  # the same while no other peer reports any, or after a read that has failed
+    expected_drift_peers: float = 3.0  # number of peers that are assumed to join during a global step
+    expected_drift_rate: float = 0.2  # the same, as a fraction of the peers
+    performance_ema_alpha: float = 0.1  # weight of the newest measurement in the average of samples per second
+    metadata_expiration: float = 120.0  # seconds to the expiration of a report, at most 120
 
 
 class ProgressTracker(threading.Thread):
