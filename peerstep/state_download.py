@@ -8,6 +8,7 @@ import math
 import os
 import random
 import time
+from collections.abc import Iterable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
@@ -172,8 +173,7 @@ class StateDownload:
 
     async def _is_contradicted(self, donor: PeerID, tensors: list[torch.Tensor]) -> bool:
         """Whether most of some other donors have another state, by elements that the donor could not know of."""
-        reached = (peer for peer, dial in self._dials.items() if dial.done() and dial.result() is None)
-        others = [peer for peer in reached if peer != donor]
+        others = [peer for peer in self._reached(self._dials) if peer != donor]
         chosen = random.sample(others, min(self.NUM_COMPARED, len(others)))
         answers = await asyncio.gather(*(self._compare(peer, tensors) for peer in chosen))
         return answers.count(False) > answers.count(True)
@@ -231,19 +231,18 @@ class StateDownload:
             raise DoubtfulStepError(f"it is of step #{position.step}, but the run is at step #{self.credible_epoch}")
         return metadata
 
-    def _others_are_left(self) -> bool:
-        dials = (self._dials[donor] for donor in self._queue)
-        return any(dial.done() and dial.result() is None for dial in dials)
+    def _reached(self, donors: Iterable[PeerID]) -> list[PeerID]:
+        return [donor for donor in donors if self._dials[donor].done() and self._dials[donor].result() is None]
 
     def _max_silence(self) -> float:
         remaining = max(0.0, self.deadline - time.monotonic())
-        return min(self.donor_timeout, remaining / 4 if self._others_are_left() else remaining)
+        return min(self.donor_timeout, remaining / 4 if self._reached(self._queue) else remaining)
 
     def _check_pace(self, began: float, fraction: float) -> None:
         """Raise ConnectionError if a donor cannot deliver in time and another reachable donor is left."""
         elapsed, available = time.monotonic() - began, self.deadline - began
         is_too_slow = elapsed > min(self.PACE_GRACE, available / 10) and elapsed > fraction * 0.75 * available
-        if is_too_slow and self._others_are_left():
+        if is_too_slow and self._reached(self._queue):
             raise ConnectionError(f"too slow: received {fraction:.1%} in {elapsed:.0f} seconds; asking another donor")
 
 
