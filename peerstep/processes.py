@@ -30,7 +30,6 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 STOP_REQUESTS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # to stop
 libc = ctypes.CDLL(None, use_errno=True)
 EXIT_TEMPORARY = 75  # EX_TEMPFAIL of sysexits.h: another start may help
-_exits: list[threading.Timer] = []  # of `exit_after`
 
 
 def signal_at_end_of_parent(number: int) -> None:
@@ -123,13 +122,13 @@ def exit_after(seconds: float, code: int, why: str) -> None:
     timer = threading.Timer(seconds, end_process, args=(code, f"{why}: ending now"))
     timer.daemon = True
     timer.start()
-    _exits.append(timer)
 
 
 def call_off_exits() -> None:
     """Cancel the pending `exit_after`s: what they were to end has shut down, and this process has more to do."""
-    while _exits:
-        _exits.pop().cancel()
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer) and thread.function is end_process:
+            thread.cancel()
 
 
 class Watchdog(PeriodicThread):

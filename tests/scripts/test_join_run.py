@@ -31,7 +31,7 @@ AFTER
 AFTER = """
 from threading import Timer, enumerate
 time.sleep(0.5)  # a cancelled timer's thread takes a moment to end
-timers = [thread for thread in enumerate() if isinstance(thread, Timer) and "exit_after" in str(thread.function)]
+timers = [thread for thread in enumerate() if isinstance(thread, Timer) and "end_process" in str(thread.function)]
 print("after, timers:", timers)
 """
 
