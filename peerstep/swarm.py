@@ -12,6 +12,7 @@ from types import TracebackType
 
 from cryptography.hazmat.primitives import serialization
 from hivemind.dht import DHT
+from hivemind.dht.schema import SchemaValidator
 from hivemind.p2p import P2PDaemonError, PeerID
 from hivemind.proto import crypto_pb2
 from hivemind.utils import MPFuture
@@ -28,7 +29,7 @@ from peerstep.processes import (
     keep_memory_shared,
     start_shared_memory_manager,
 )
-from peerstep.records import RunSchemaValidator, build_validators
+from peerstep.records import build_validators
 from peerstep.redial import BootstrapRedialer, set_run_clock
 
 
@@ -44,7 +45,7 @@ class Swarm:
     :param is_first: start although none of `initial_peers` answers; they are dialed later all the same
     :param client_mode: accept no connections, as behind a firewall: the peer calls the others, and none calls it
     :param startup_timeout: seconds in which libp2p's daemon must start and one of `initial_peers` must answer
-    :param schemas: of the caller's own records. Nodes refuse records under other keys
+    :param schemas: SchemaValidators of the caller's own records. Nodes refuse records under other keys
     :param should_stop: ends a start that waits, with SystemExit
     :param node_class: SafeDHT, or a subclass that restricts who may call
     :param options: of hivemind.DHT: `host_maddrs`, `announce_maddrs`, `use_relay`, ...
@@ -60,7 +61,7 @@ class Swarm:
         is_first: bool = False,
         client_mode: bool = False,
         startup_timeout: float = 60.0,
-        schemas: Sequence[RunSchemaValidator] = (),
+        schemas: Sequence[SchemaValidator] = (),
         should_stop: threading.Event | None = None,
         node_class: type[SafeDHT] = SafeDHT,
         **options,

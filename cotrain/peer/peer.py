@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from hivemind.dht.schema import SchemaValidator
 from hivemind.p2p import PeerID
 from hivemind.utils import get_logger
 
@@ -19,7 +20,7 @@ from cotrain.common.signals import StopSignal
 from cotrain.peer.addresses import peer_id_in
 from peerstep.errors import SwarmError
 from peerstep.node import SafeDHT
-from peerstep.records import RunSchemaValidator, peer_id_of
+from peerstep.records import peer_id_of
 from peerstep.swarm import Swarm, write_private_key
 
 logger = get_logger(__name__)
@@ -30,7 +31,7 @@ RETRY_SECONDS = 3.0
 @contextlib.contextmanager
 def open_peer(
     args: BaseTrainingArguments,
-    schemas: Sequence[RunSchemaValidator],
+    schemas: Sequence[SchemaValidator],
     output_dir: Path,
     client_mode: bool,
     stop: StopSignal,
@@ -54,7 +55,7 @@ def open_peer(
 
 def start_peer(
     args: BaseTrainingArguments,
-    schemas: Sequence[RunSchemaValidator],
+    schemas: Sequence[SchemaValidator],
     identity_path: Path,
     client_mode: bool,
     should_stop: threading.Event,
