@@ -34,7 +34,7 @@ test-browser: .venv/installed-dev  ## Run the tests of the dashboard in Chromium
 	.venv/bin/python -m pytest -n 0 -m browser $(ARGS)
 
 soak: .venv/installed-dev  ## Run for half an hour: an evening with faults and attacks (as root), and a search for leaks
-	.venv/bin/python -W ignore tests/support/evening.py --minutes 20 --attacks
+	.venv/bin/python -W ignore benchmarks/home_evening.py --attacks --minutes 60
 	.venv/bin/python -W ignore tests/support/soak.py --steps 500
 
 bench: .venv/installed-dev  ## Measure on this machine, in about 20 minutes; docs/tested.md lists all benchmarks
