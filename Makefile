@@ -48,7 +48,7 @@ lint: .venv/installed-dev  ## Check style, format, imports, and the types of the
 	.venv/bin/ruff format --check .
 	.venv/bin/lint-imports
 	.venv/bin/basedpyright
-	.venv/bin/python -m pytest -q -p no:xdist tests/common/test_imports.py tests/common/test_layout.py
+	.venv/bin/python -m pytest -q -p no:xdist tests/common/test_layout.py
 
 # torch's build and its CUDA packages depend on the GPU.
 CUDA = torch triton cuda-bindings cuda-pathfinder cuda-toolkit $(addprefix nvidia-,cublas cuda-cupti cuda-nvrtc \

@@ -1,6 +1,7 @@
-"""Only the packages of ALLOWED patch hivemind or import its private names, see docs/upgrading-hivemind.md.
+"""What modules may import and patch; the contracts of the library's packages are in pyproject.toml.
 
-Ruff finds the uses of private attributes.
+Only the packages of ALLOWED patch hivemind or import its private names, see docs/upgrading-hivemind.md. Ruff finds the
+uses of private attributes.
 """
 
 import ast
@@ -12,6 +13,34 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ALLOWED = {ROOT / "peerstep", ROOT / "cotrain" / "admission", ROOT / "cotrain" / "peer"}
+SCRIPTS = {path.stem for path in ROOT.glob("*.py")} - {"arguments", "callback", "utils"}  # these are shared
+
+
+def find_imports(path: Path) -> set[str | None]:
+    """Return the modules that a module imports."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return names | {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+
+
+def test_no_script_is_imported_by_another():
+    assert not any(find_imports(path) & SCRIPTS for path in ROOT.glob("*.py"))
+
+
+def test_scripts_take_flags_and_records_from_the_modules_beside_them():
+    """Somebody who copies a script copies `arguments` and `utils` with it."""
+    inner = {"cotrain.arguments", "cotrain.dht.metrics_schema", "cotrain.dht.run_records", "peerstep.records"}
+    found = {path.stem: find_imports(path) for path in ROOT.glob("*.py")}
+    assert not {name for name in SCRIPTS | {"callback"} if found[name] & inner}
+    peers = {"run_trainer", "run_custom_trainer", "run_training_monitor", "run_evaluator"}
+    assert peers == {name for name in SCRIPTS if "utils" in found[name]}, "each peer states its records"
+
+
+def test_trainers_use_only_the_public_names_of_the_engine():
+    """And what ends its child processes."""
+    for path in (ROOT / "run_trainer.py", ROOT / "run_custom_trainer.py", ROOT / "cotrain" / "join.py"):
+        inner = {name for name in find_imports(path) if name and name.startswith("peerstep.")}
+        assert inner <= {"peerstep.processes"}, path
 
 
 def root_of(node: ast.AST) -> str | None:
@@ -41,12 +70,8 @@ def find_patches(source: str) -> set[str]:
 
 
 def test_only_the_workarounds_patch_hivemind():
-    paths = {
-        *ROOT.glob("*.py"),
-        *(ROOT / "cotrain").rglob("*.py"),
-        *(ROOT / "peerstep").rglob("*.py"),
-        *(ROOT / "deploy").rglob("*.py"),
-    }
+    folders = [ROOT / name for name in ("cotrain", "peerstep", "deploy")]
+    paths = [*ROOT.glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))]
     wrong = {path.name: find_patches(path.read_text(encoding="utf-8")) for path in paths if path.parent not in ALLOWED}
     assert not any(wrong.values()), "move this to peerstep, with a row in docs/upgrading-hivemind.md"
 
