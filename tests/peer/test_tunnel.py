@@ -1,5 +1,4 @@
-"""Tunnels: peers join and average through the address of a tunnel, and errors name the cause. ngrok's SDK is real; its
-servers are fake."""
+"""Tunnels: their addresses and errors, which name the cause. ngrok's SDK is real; its servers are fake."""
 
 import contextlib
 import re
@@ -12,9 +11,6 @@ from pathlib import Path
 import ngrok
 import pytest
 
-import run_custom_trainer
-import run_trainer
-import run_training_monitor
 from cotrain.arguments import BaseTrainingArguments
 from cotrain.common.errors import UserError
 from cotrain.peer import tunnel
@@ -71,29 +67,6 @@ def test_refusal_is_shown_in_ngroks_words(fault, words, refusal):
         message = refusal(servers.port, servers.certificate)
         assert all(word in message for word in words)
         wait_until(lambda: not servers.is_open, 120, "the end of the session")
-
-
-@pytest.mark.parametrize(
-    ("start", "flags"),
-    [
-        (run_trainer.main, []),
-        (run_trainer.main, ["--check"]),
-        (run_custom_trainer.main, []),
-        (run_training_monitor.main, []),
-    ],
-)
-def test_tunnel_is_opened_before_anything_is_downloaded(start, flags, monkeypatch, tmp_path, capsys):
-    """A wrong token was found only after the data had been downloaded, which takes minutes."""
-    monkeypatch.setenv("NGROK_AUTHTOKEN", TOKEN)
-    flags = ["--run_id", "run", "--tunnel", "ngrok", "--output_dir", str(tmp_path), *flags]
-    monkeypatch.setattr(sys, "argv", ["script", *flags])
-    monkeypatch.setattr("cotrain.data.tokenizers.load_tokenizer", lambda *_args, **_options: pytest.fail("loads data"))
-    with FakeNgrok(refuse_login=LOGIN) as servers:
-        builder = SDK().server_addr(f"localhost:{servers.port}").ca_cert(bytearray(servers.certificate))
-        monkeypatch.setattr(ngrok, "SessionBuilder", lambda: builder)
-        with pytest.raises((UserError, SystemExit)) as ended:
-            start()
-    assert re.search(r"--tunnel ngrok: .*ERR_NGROK_107", f"{ended.value}{capsys.readouterr().out}")
 
 
 def test_ngrok_that_does_not_answer_is_named(refusal, monkeypatch):
