@@ -25,10 +25,10 @@ from cotrain.training.checkpoints import SavedState
 from cotrain.training.session import TrainingSession
 
 
-def make_batch(vocab_size: int = 1000, size: int = 8, length: int = 32) -> dict[str, torch.Tensor]:
+def make_batch(size: int = 8, length: int = 32) -> dict[str, torch.Tensor]:
     """Build random samples with the same number of masked tokens in each."""
     generator = torch.Generator().manual_seed(0)
-    input_ids = torch.randint(5, vocab_size, (size, length), generator=generator)
+    input_ids = torch.randint(5, 1000, (size, length), generator=generator)
     labels = input_ids.clone()
     labels[:, ::4] = -100
     sentence_order_label = torch.randint(0, 2, (size,), generator=generator)
@@ -112,8 +112,8 @@ def make_arguments(folder: Path, training: dict | None = None, **options) -> Tra
     )  # fmt: skip
 
 
-def make_state(step: int, run_id: str = "run") -> SavedState:
-    return SavedState(run_id, {"epoch": step, "statistics": []}, [torch.full((100, 100), float(step))])
+def make_state(step: int) -> SavedState:
+    return SavedState("run", {"epoch": step, "statistics": []}, [torch.full((100, 100), float(step))])
 
 
 class FakeAverager:

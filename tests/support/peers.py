@@ -191,10 +191,10 @@ class Script:
             time.sleep(0.1)
         return self.process.returncode
 
-    def stop(self, number: int = signal.SIGTERM, timeout: float = 120) -> int:
+    def stop(self, number: int = signal.SIGTERM) -> int:
         """Send a signal to the main process, wait until it ends, and return its exit code."""
         self.process.send_signal(number)
-        return self.wait(timeout)
+        return self.wait()
 
     def assert_nothing_left(self, timeout: float = 60) -> None:
         """Check that no process of the script is left `timeout` seconds after the end of the main process."""
@@ -391,24 +391,12 @@ def local_optimizer(model, peer, batch_size_per_step: int, **collaboration) -> I
     """
     from cotrain.training.builders import build_optimizer
 
-    hyperparameters = {
-        "learning_rate": 0.01,
-        "warmup_steps": 0,
-        "total_steps": 1000,
-        "max_grad_norm": 0.0,
-        "output_dir": tempfile.gettempdir(),
-    }
+    hyperparameters = {"learning_rate": 0.01, "warmup_steps": 0, "total_steps": 1000, "max_grad_norm": 0.0}
     known = HyperparameterArguments.__dataclass_fields__
     overrides = {name: collaboration.pop(name) for name in list(collaboration) if name in known}
-    options = {
-        "delay_grad_averaging": False,
-        "delay_optimizer_step": False,
-        "matchmaking_time": 3.1,
-        "averaging_timeout": 15.0,
-        **collaboration,
-    }
-    collaboration_args = CollaborationArguments(**options)
-    training_args = LocalTrainingArguments(**{**hyperparameters, **overrides})
+    options = {"delay_grad_averaging": False, "delay_optimizer_step": False, "matchmaking_time": 3.1}
+    collaboration_args = CollaborationArguments(**{**options, "averaging_timeout": 15.0, **collaboration})
+    training_args = LocalTrainingArguments(output_dir=tempfile.gettempdir(), **{**hyperparameters, **overrides})
     tracker_args = ProgressTrackerArguments(min_refresh_period=0.1, max_refresh_period=0.5, default_refresh_period=0.2)
     args = TrainerArguments(training_args, None, collaboration_args, tracker_args)
     peer = copy.copy(peer)

@@ -15,7 +15,6 @@ from hivemind.dht.validation import RecordValidatorBase
 from hivemind.utils import PerformanceEMA
 from hivemind.utils.crypto import RSAPrivateKey
 
-from cotrain.arguments import ProgressTrackerArguments
 from cotrain.dht.run_records import make_validators
 from cotrain.training.builders import build_local_optimizer, build_param_groups, build_scheduler
 from peerstep import swarm as swarm_module
@@ -27,11 +26,11 @@ from tests.support.peers import local_optimizer, local_peer, wait_until
 from tests.support.state import CONFIG, arguments, flat
 
 TIMEOUTS = {"matchmaking_time": 15.0, "averaging_timeout": 120.0}  # which no busy machine exceeds
-TRACKER = ProgressTrackerArguments(min_refresh_period=0.1, max_refresh_period=0.5, default_refresh_period=0.2)
 SAMPLES = make_batch(size=200)
 # The local steps of one trainer: a batch, and the global step at whose parameters its gradient was computed
 Contribution = list[tuple[dict[str, torch.Tensor], int]]
 MAX_SWARMS = 200  # of one process
+EXACT = dict.fromkeys(("gradient_compression", "state_compression", "load_state_compression"), "none")
 DELAYED = {"delay_grad_averaging": True, "delay_optimizer_step": True}
 
 
@@ -178,16 +177,8 @@ class Swarm:
     def __init__(self, stack: ExitStack, network: Network, folder: Path, **options):
         self.stack, self.network, self.folder = stack, network, folder
         self.run_id = f"run{next(self._run_numbers)}"
-        self.options = {
-            "run_id": self.run_id,
-            "target_batch_size": 12,
-            "average_state_every": 1,
-            "gradient_compression": "none",
-            "state_compression": "none",
-            "load_state_compression": "none",
-            **DELAYED,
-            **options,
-        }
+        self.options = {"run_id": self.run_id, "target_batch_size": 12, "average_state_every": 1, **EXACT, **DELAYED}
+        self.options |= options
         self.trainers: list[Trainer] = []
         self.pool = ThreadPoolExecutor(8)
         stack.callback(self.pool.shutdown, cancel_futures=True)
@@ -201,17 +192,14 @@ class Swarm:
         self._num_borrowed[client_mode] += 1
         return self.network.peer(number, client_mode)
 
-    def add(self, client_mode: bool = False, peer: Peer | None = None, identity: str = "", **options) -> Trainer:
+    def add(self, client_mode: bool = False, identity: str = "", **options) -> Trainer:
         """Add a trainer.
 
-        :param peer: its DHT peer; default: one of the network
-        :param identity: name of a new DHT peer to start. A trainer that is added with the name of a removed one is
-            that peer after a restart
+        :param identity: name of a new DHT peer to start; default: one of the network. A trainer that is added with the
+            name of a removed one is that peer after a restart
         """
         stack = self.stack.enter_context(ExitStack())
-        if identity:
-            peer = self.network.start(stack, self.folder / identity, client_mode)
-        peer = peer or self.borrow(client_mode)
+        peer = self.network.start(stack, self.folder / identity, client_mode) if identity else self.borrow(client_mode)
         trainer = Trainer(stack, peer, client_mode=client_mode, **{**self.options, **options})
         self.trainers.append(trainer)
         return trainer
@@ -245,17 +233,16 @@ class Swarm:
             trainer.version = step - 1 if trainer.optimizer.delay_grad_averaging else step
         return [trainer.pop_contribution() for trainer in trainers or self.trainers]
 
-    def meet(self, trainers: Sequence[Trainer] = ()) -> None:
-        """Wait until trainers know each other and each other's completed steps."""
-        trainers = trainers or self.trainers
-        for trainer in trainers:
-            wait_until(lambda trainer=trainer: trainer.knows(trainers), 120, "that all know each other")
+    def meet(self) -> None:
+        """Wait until the trainers know each other and each other's completed steps."""
+        for trainer in self.trainers:
+            wait_until(lambda trainer=trainer: trainer.knows(self.trainers), 120, "that all know each other")
 
     def in_order(self, step: int) -> list[Trainer]:
         """Return the trainers in the order in which they are asked to lead the group of a step."""
         return sorted(self.trainers, key=lambda trainer: rank(step, trainer.peer.dht.peer_id))
 
-    def schedule_rounds(self, step: int, timeout: float = 60.0) -> list[RoundControl]:
+    def schedule_rounds(self, step: int) -> list[RoundControl]:
         """Start matchmaking for a step in the averagers of all trainers, without their optimizers.
 
         :returns: the handle of each trainer's round, in the order of `in_order`
@@ -268,12 +255,12 @@ class Swarm:
         rounds = []
         for trainer in self.in_order(step):
             trainer.optimizer.coordinator.update_roster()
-            rounds.append(trainer.averager.schedule_round(step, timeout))
+            rounds.append(trainer.averager.schedule_round(step, timeout=60.0))
             rounds[-1].weight = 1.0
         return rounds
 
-    def global_step(self, *sizes: int, trainers: Sequence[Trainer] = ()) -> list[Contribution]:
-        """Let trainers take a global step.
+    def global_step(self, *sizes: int) -> list[Contribution]:
+        """Let the trainers take a global step.
 
         Without delays, a trainer takes the global step within the local step that finds it due. The first trainer's
         local step makes it due; the other trainers, which have contributed already, compute one more sample.
@@ -281,13 +268,12 @@ class Swarm:
         :param sizes: samples that each trainer contributes, the target batch size in total
         :returns: the contribution of each trainer
         """
-        trainers = trainers or self.trainers
-        step = trainers[0].completed + 1
-        self.meet(trainers)
-        if trainers[0].optimizer.delay_grad_averaging:
-            self.compute(*sizes, trainers=trainers)
-            return self.wait_for(step, trainers)
-        first, *others = trainers
+        first, *others = self.trainers
+        step = first.completed + 1
+        self.meet()
+        if first.optimizer.delay_grad_averaging:
+            self.compute(*sizes)
+            return self.wait_for(step)
         self.compute(*sizes[1:], trainers=others)
         known = first.tracker
         wait_until(lambda: known.estimate()[0] == sum(sizes[1:]), 120, "their samples")
@@ -297,7 +283,7 @@ class Swarm:
             last_steps.append(self.pool.submit(trainer.local_step, self.take(1)))
         for finished in last_steps:
             finished.result(120)
-        return self.wait_for(step, trainers)
+        return self.wait_for(step)
 
 
 class Replay:

@@ -97,10 +97,10 @@ async def _describe(call, timeout: float) -> str:
         return repr(error)
 
 
-async def visit(address: str, *args, run_id: str = "run", **kwargs) -> dict[str, str]:
-    """Call all services of a peer as a new visitor; the parameters are those of `visitor`."""
+async def visit(address: str, *args, **kwargs) -> dict[str, str]:
+    """Call all services of a peer of the run "run" as a new visitor; the parameters are those of `visitor`."""
     async with visitor(address, *args, **kwargs) as p2p:
-        return await call_services(p2p, address, run_id)
+        return await call_services(p2p, address, "run")
 
 
 def list_answered(outcomes: dict[str, str]) -> list[str]:
