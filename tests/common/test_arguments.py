@@ -212,11 +212,7 @@ def test_what_is_no_endpoint_is_refused(endpoint):
         ("run_training_monitor.py", "--space_id my-albert", "--space_id"),
         ("run_training_monitor.py", "--space_id me/my-albert --report_to tensorboard", "--report_to tensorboard"),
         ("run_training_monitor.py", "--target_batch_size 0", "--target_batch_size"),
-        (
-            "run_training_monitor.py",
-            "--warmup_steps 10 --total_steps 5",
-            "at most --total_steps 5",
-        ),
+        ("run_training_monitor.py", "--warmup_steps 10 --total_steps 5", "at most --total_steps 5"),
         ("run_training_monitor.py", "--dataset_sha256 1", "--dataset_sha256"),
         ("run_training_monitor.py", "--page javascript:alert(1)", "--page"),
         ("run_trainer.py", "--page https://example.org/\x1b[2J", "--page"),

@@ -56,17 +56,7 @@ class Process:
     def __init__(self, folder: Path, do: str, grace: float = NEVER, prefix: Sequence[str] = (), **streams):
         self.log = Path(tempfile.mkdtemp(dir=folder), "log")
         # A shell that runs the tests in the background, and nohup, make their programs ignore signals.
-        command = [
-            "env",
-            "--default-signal=INT,HUP",
-            *prefix,
-            sys.executable,
-            "-c",
-            SCRIPT,
-            str(self.log),
-            do,
-            str(grace),
-        ]
+        command = ["env", "--default-signal=INT,HUP", *prefix, sys.executable, "-c", SCRIPT, self.log, do, str(grace)]
         self.process = subprocess.Popen(command, cwd=ROOT, **{"stderr": subprocess.PIPE, **streams})
 
     def send(self, *numbers: int) -> None:

@@ -131,9 +131,8 @@ def test_all_are_told_the_same_after_accidents(internet, tmp_path, data, launche
         days.begin()
         days.train(2)
         for victim in ("alice", "monitor"):
-            newest = max(
-                days.running["alice"].steps
-            )  # a step that is killed before it is stored is told in a log alone
+            # A step that is killed before it is stored is told in a log alone.
+            newest = max(days.running["alice"].steps)
             wait_until(lambda newest=newest: homes["monitor"].newest_step() >= newest, 120, "the report of its step")
             days.running[victim].kill()
             days.start(victim)
