@@ -154,11 +154,9 @@ def repository(tmp_path, nvidia_smi) -> Path:
 
 
 def make_repository(folder: Path, trainer: str, monitor: str = "") -> Path:
-    shutil.copytree(
-        ROOT / "cotrain" / "common", folder / "cotrain" / "common", ignore=shutil.ignore_patterns("__pycache__")
-    )
-    engine = ("peerstep/__init__.py", "peerstep/processes.py", "peerstep/threads.py")
-    for name in (*engine, "cotrain/__init__.py", "cotrain/peer/tunnel.py", "cotrain/data/archive.py", "deploy/join.py",
+    for name in ("cotrain/common", "peerstep"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("cotrain/__init__.py", "cotrain/peer/tunnel.py", "cotrain/data/archive.py", "deploy/join.py",
                  "deploy/trainer.service"):  # fmt: skip
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
