@@ -47,14 +47,11 @@ def execute(notebook: nbformat.NotebookNode, folder: Path, timeout: int = 120) -
     """Run all cells in a folder; return their output."""
     resources = {"metadata": {"path": folder}}
     NotebookClient(notebook, timeout=timeout, kernel_name="python3", resources=resources).execute()
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    return "".join(output.get("text", "") for output in outputs)
+    return "".join(output.get("text", "") for output in outputs_of(notebook))
 
 
-def find_pictures(notebook: nbformat.NotebookNode) -> list[str]:
-    """Return the pictures that a notebook shows, in base64."""
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    return [output["data"]["image/png"] for output in outputs if "image/png" in output.get("data", {})]
+def outputs_of(notebook: nbformat.NotebookNode) -> list[dict]:
+    return [output for cell in notebook.cells for output in cell.get("outputs", [])]
 
 
 @pytest.fixture(autouse=True)
@@ -205,11 +202,15 @@ def test_join_notebook_says_what_is_missing(repository):
 
 # A real trainer in a project of a notebook: paced, and with fake servers of ngrok.
 PACED_TRAINER = """
-import os, sys
+import ngrok, os, sys
 with open("notebook.pid", "w") as file:
     file.write(str(os.getppid()))
+with open(os.environ["FAKE_NGROK_CERTIFICATE"], "rb") as file:
+    certificate = bytearray(file.read())
+servers = ngrok.SessionBuilder().server_addr("localhost:" + os.environ["FAKE_NGROK"]).ca_cert(certificate)
+ngrok.SessionBuilder = lambda: servers
 sys.path.insert(0, {root!r})
-from tests.support import altered, ngrok_peer
+from tests.support import altered
 os.environ["PACE"] = {pace!r}
 sys.argv[:1] = ["altered.py", "run_trainer.py"]
 altered.main()
@@ -296,7 +297,8 @@ def test_friend_joins_a_notebook_through_its_tunnel(dataset_url, tmp_path, monke
         assert servers.was_told_to_close
         wait_until(lambda: not servers.is_open, 30, "the end of the session")
     assert servers.tokens == [TOKEN] and servers.bytes_passed > 0
-    (curve,) = find_pictures(host.notebook)
+    shown = [output.get("data", {}) for output in outputs_of(host.notebook)]
+    (curve,) = (data["image/png"] for data in shown if "image/png" in data)
     assert len(curve) > 1000
     for name, text in printed.items():
         assert "Stopping: the trainer saves a checkpoint" in text and "The trainer has ended" in text, text
