@@ -142,9 +142,8 @@ class TestFirstBoot:
         started = Deployment(make_settings(repo_url=f"file://{repository}", **data))
         started.start_coordinator()
         ip = started.ec2.describe_addresses()["Addresses"][0]["PublicIp"]
-        machine.addresses.write_text(
-            f"198.51.100.1\n198.51.100.1\n{ip}\n", encoding="utf-8"
-        )  # the elastic IP comes later
+        addresses = "198.51.100.1", "198.51.100.1", ip  # the elastic IP comes later
+        machine.addresses.write_text("\n".join(addresses) + "\n", encoding="utf-8")
         address = f"/ip4/{ip}/tcp/31337/p2p/{PEER_ID}"
         machine.install("systemctl", "[[ $1 != is-failed ]]")
         machine.install(
@@ -175,9 +174,8 @@ class TestFirstBoot:
     def test_coordinator_that_cannot_start_reports_why(self, deployment, repository, machine, repo_url, reason):
         started = Deployment(make_settings(repo_url=repo_url or f"file://{repository}"))
         started.start_coordinator()
-        machine.addresses.write_text(
-            started.ec2.describe_addresses()["Addresses"][0]["PublicIp"] + "\n", encoding="utf-8"
-        )
+        ip = started.ec2.describe_addresses()["Addresses"][0]["PublicIp"]
+        machine.addresses.write_text(f"{ip}\n", encoding="utf-8")
         machine.install("journalctl", """echo 'error: "wrong" $flag'""")
         result = machine.boot(read_user_data(started, "coordinator"))
         assert result.returncode != 0 and "could not be set up" in result.stdout

@@ -123,9 +123,8 @@ def test_signal_in_the_middle_of_saving(scripts):
 
 def test_ctrl_c_ends_the_tokenize_script_and_leaves_nothing_half_done(scripts):
     text = scripts.folder / "text.txt"
-    text.write_text(
-        "\n".join(open_sample().parts["train"][0]()) * 20, encoding="utf-8"
-    )  # so much that it is not done before the signal
+    lines = list(open_sample().parts["train"][0]()) * 20  # so many that it is not done before the signal
+    text.write_text("\n".join(lines), encoding="utf-8")
     script = scripts.start(
         "tokenize_wikitext103.py", "--train_file", text, "--train_tokenizer", "--vocab_size", 500, "--max_seq_length",
         32, "--output_path", scripts.folder / "dataset", "--tokenizer_path", scripts.folder / "tokenizer",
