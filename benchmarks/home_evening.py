@@ -44,7 +44,7 @@ from benchmarks.low_communication import TextTask
 from benchmarks.round_records import PeerRecords, read_records, summarize
 from benchmarks.swarm import BATCH_SIZE, open_folder
 from cotrain.training.builders import build_param_groups
-from cotrain.training.checkpoints import STATE_FILE, TrainingState, list_checkpoints, load_training_state
+from cotrain.training.checkpoints import STATE_FILE, SavedState, list_checkpoints, load_training_state
 from peerstep.processes import guard_children
 from tests.support.launcher import Launcher
 from tests.support.namespaces import Host, Internet, why_unavailable
@@ -251,7 +251,7 @@ class Evening:
 
     # Results
 
-    def read_equal_states(self) -> dict[str, TrainingState]:
+    def read_equal_states(self) -> dict[str, SavedState]:
         """Return the newest states that the peers have saved if all are of the same step, otherwise an empty dict."""
         saved = {name: list_checkpoints(self.folder / name)[:1] for name in self.trainers}
         states = {name: load_training_state(path / STATE_FILE, RUN_ID) for name, (path,) in saved.items()}
@@ -277,11 +277,11 @@ class Evening:
         return peers
 
 
-def parameters_of(state: TrainingState) -> list[torch.Tensor]:
+def parameters_of(state: SavedState) -> list[torch.Tensor]:
     return state.tensors[: len(state.tensors) - len(state.metadata["statistics"])]
 
 
-def loss_of(state: TrainingState, task: TextTask) -> float:
+def loss_of(state: SavedState, task: TextTask) -> float:
     """Return the loss on the held-out text."""
     model = task.build_model(0)
     parameters = [parameter for group in build_param_groups(model, 0.0) for parameter in group["params"]]

@@ -399,7 +399,7 @@ def test_invitations(draw):
 
         async def exchange() -> None:
             p2p = SimpleNamespace(_client=SimpleNamespace(call_unary_handler=call))
-            await admission._exchange(p2p, INVITATION.peer_id, is_callee=True)
+            await admission._exchange(p2p, INVITATION.peer_id)
 
         packed = draw(damaged(MSGPackSerializer.dumps(request)))
         # hivemind returns each exception of this handler to the caller
@@ -469,7 +469,7 @@ def test_clocks_of_initial_peers(draw):
         stub = SimpleNamespace(rpc_ping=answer)
         protocol = SimpleNamespace(call_ping=answer, get_stub=lambda _peer: stub)
         node = SimpleNamespace(p2p=SimpleNamespace(_client=SimpleNamespace(connect=answer)), protocol=protocol)
-        return await redial._dial(node, redial.Multiaddr(maddr), 1.0)
+        return await redial._dial(node, redial.Multiaddr(maddr))
 
     offsets = [bounded(asyncio.run, dial(float(dht_time)), refusals=()) for dht_time in times]
     result = SimpleNamespace(result=lambda timeout: offsets)

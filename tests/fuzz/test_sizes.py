@@ -170,7 +170,7 @@ def ask_for_token(content: bytes) -> bytes:
         return content
 
     p2p = SimpleNamespace(_client=SimpleNamespace(call_unary_handler=call))
-    asyncio.run(admission._exchange(p2p, INVITATION.peer_id, is_callee=True))
+    asyncio.run(admission._exchange(p2p, INVITATION.peer_id))
     return admission.revocations.newest.content
 
 
