@@ -425,8 +425,8 @@ class ProgressTracker(threading.Thread):
         elif record.get("schema") != self.schema:
             message = (
                 "A trainer of this run has another model, other initial weights (see join_run), another compression, "
-                "--average_state_every, or only one of both has --local_updates: they do not average with each other. "
-                "Pass the same flags to all peers"
+                "another interval of averaged parameters, or only one of both has local updates: they do not average "
+                "with each other. Pass the same options to all peers"
             )
         else:
             return True

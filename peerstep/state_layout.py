@@ -90,7 +90,7 @@ class StateLayout:
         """Return the specs of the tensors of a state; StateLoadError if it is another optimizer's."""
         if metadata.get("statistics") != self.names:
             raise StateLoadError(
-                "it is the state of another optimizer (pass the same --optimizer and --local_updates to all peers) or "
+                "it is the state of another optimizer (all peers need the same, and all or none local updates) or "
                 "of another version"
             )
         return [TensorSpec(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in self.tensors()]
