@@ -22,7 +22,7 @@ from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize tha
 import numpy as np
 import torch
 from hivemind.averaging.partition import AllreduceException
-from hivemind.compression import CompressionBase, CompressionInfo, TensorRole, deserialize_torch_tensor
+from hivemind.compression import CompressionInfo, RoleAdaptiveCompression, TensorRole, deserialize_torch_tensor
 from hivemind.p2p import PeerID
 from hivemind.p2p.servicer import StubBase
 from hivemind.proto import averaging_pb2
@@ -41,7 +41,7 @@ PACED_SECONDS = 3.0  # a peer on a slow link paces its values if sending them ta
 
 
 def cut_tensors(
-    compression: CompressionBase,
+    compression: RoleAdaptiveCompression,
     part_size_bytes: int,
     turn: int,
     role: TensorRole,
@@ -146,13 +146,13 @@ class AllReduce:
 
     def _measure(self) -> dict[PeerID, float]:
         """Return the squared norm of the own gradients at each reducer: at least its share, if they are 0 there."""
-        energies, sizes = Counter[PeerID](), Counter[PeerID]()
+        energies, sizes = dict.fromkeys(self.parts, 0.0), Counter[PeerID]()
         for peer_id, parts in self.parts.items():
             for part in parts:
                 if part.is_gradient:
                     energies[peer_id] += norm_of(part.own) ** 2
                     sizes[peer_id] += part.own.numel()
-        density = energies.total() / max(1, sizes.total())
+        density = sum(energies.values()) / max(1, sizes.total())
         return {peer_id: max(energies[peer_id], density * sizes[peer_id]) for peer_id in self.parts}
 
     # What came of it

@@ -7,11 +7,9 @@ streams closed too early.
 import asyncio
 import mmap
 import multiprocessing
-from collections.abc import Coroutine
-from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
+from typing import Any, AsyncIterator, TypeVar  # noqa: UP035  hivemind does not recognize that of collections.abc
 
 import torch
-from google.protobuf.message import Message
 from hivemind.averaging.averager import DecentralizedAverager
 from hivemind.utils import get_logger, switch_to_uvloop
 
@@ -19,6 +17,7 @@ from peerstep.node import Inbox
 from peerstep.processes import return_free_memory
 
 logger = get_logger(__name__)
+Message = TypeVar("Message")
 
 
 def switch_to_safe_loop() -> asyncio.AbstractEventLoop:
@@ -28,7 +27,7 @@ def switch_to_safe_loop() -> asyncio.AbstractEventLoop:
     """
     loop, tasks = switch_to_uvloop(), set()
 
-    def create_task(loop: asyncio.AbstractEventLoop, coroutine: Coroutine, **kwargs) -> asyncio.Task:
+    def create_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **kwargs) -> asyncio.Task:
         task = asyncio.Task(coroutine, loop=loop, **kwargs)
         tasks.add(task)
         task.add_done_callback(tasks.discard)
@@ -75,7 +74,7 @@ class SafeAverager(DecentralizedAverager):
         another thread computed with two, 4 hung in their first operation; of 240 with this limit, none.
         """
         torch.set_num_threads(1)
-        self._inner_pipe = Inbox(self._inner_pipe, self.beats)
+        self._inner_pipe = Inbox(self._inner_pipe, self.beats)  # pyright: ignore[reportArgumentType]
         super().run()
 
     async def _keep_stream_open(self, messages: AsyncIterator[Message]) -> AsyncIterator[Message]:

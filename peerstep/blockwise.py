@@ -15,6 +15,7 @@ with 4 peers it changed the final loss by less than 0.0002 with 8 bits, and by -
 """
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -23,15 +24,14 @@ from hivemind.proto import runtime_pb2
 
 
 class CodedCompression(CompressionBase):
-    """Base class of this project's formats. They define `code`, `encode` and `decode`.
-
-    `encode` returns the buffer for values of float32, which begins with the byte `code`; `decode` restores as many
-    values, or raises ValueError, at a cost bounded by their number.
-    """
+    """Base class of this project's formats, which define what it only declares."""
 
     compression_type = runtime_pb2.BLOCKWISE_8BIT
     code: int
     bits: int  # of a value
+    encode: Callable[[torch.Tensor], bytes]  # returns the buffer for values of float32, which begins with `code`
+    # Restores as many values, or raises ValueError, at a cost bounded by their number
+    decode: Callable[[bytes, int], torch.Tensor]
 
     def compress(self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False) -> runtime_pb2.Tensor:
         if not torch.is_floating_point(tensor):
@@ -58,15 +58,16 @@ class CodedCompression(CompressionBase):
 
 
 class BlockwiseCompression(CodedCompression):
-    """Base class of the formats with a scale for each block. They define `_encode` and `_levels`.
-
-    `_encode` returns the codes, uint8, of the levels closest to values in [-1, 1]; `_levels` those levels, float32.
+    """Base class of the formats with a scale for each block.
 
     Blocks do not depend on how an all-reduce cuts a tensor: parts begin at multiples of the block size. A tensor that
     was restored is compressed again without an error. Its norm is not above the original's, but for rounded scales.
     """
 
     block_size: int
+    # Returns the codes, uint8, of the levels closest to values in [-1, 1]
+    _encode: Callable[[torch.Tensor], torch.Tensor]
+    _levels: Callable[[torch.Tensor], torch.Tensor]  # returns the levels of codes, float32
 
     def num_bytes(self, numel: int) -> int:
         return 1 + 2 * math.ceil(numel / self.block_size) + math.ceil(numel * self.bits / 8)

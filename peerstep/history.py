@@ -32,7 +32,7 @@ def parse_marks(value: object) -> Marks:
     """Check the marks of another peer, or of a state; ValueError if they are malformed."""
     if not isinstance(value, list | tuple) or len(value) > NUM_MARKS:
         raise ValueError("wrong marks")
-    marks = tuple(tuple(mark) if isinstance(mark, list | tuple) else () for mark in value)
+    marks = tuple(tuple(mark if isinstance(mark, list | tuple) else []) for mark in value)
     if any([type(part) for part in mark] != [int, str] or len(mark[1]) != 2 * MARK_BYTES for mark in marks):
         raise ValueError("wrong marks")
     steps = [-1, *(step for step, _ in marks), MAX_STEP + 1]

@@ -65,8 +65,8 @@ class RoundControl(StepControl):
         with suppress(Exception):
             if not self.done():
                 self.cancel()
-            elif not self.triggered:  # it has timed out: hivemind would warn that other peers may wait for it
-                self._trigger.cancel()
+            elif self._trigger is not None and not self._trigger.done():
+                self._trigger.cancel()  # it has timed out: hivemind would warn that other peers may wait for it
 
 
 @dataclass(frozen=True)
@@ -152,6 +152,8 @@ def _read_peer_id(content: bytes) -> PeerID | None:
 class StepMatchmaking(Matchmaking):
     """Finds the group of a global step. Runs in the averager's process."""
 
+    peer_id: PeerID
+
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.roster: dict[PeerID, RosterEntry] = {}
@@ -204,7 +206,7 @@ class StepMatchmaking(Matchmaking):
 
     # Search for a group
 
-    async def look_for_group(self, step: RoundControl) -> GroupInfo | None:
+    async def look_for_group(self, step: RoundControl) -> GroupInfo:
         """Find the group of a step. Runs until a group is found; cancel it to give up."""
         async with self.lock_looking_for_group:
             search = self._search = Search(step)
@@ -257,7 +259,7 @@ class StepMatchmaking(Matchmaking):
         for peer_id in better:
             if peer_id not in search.failures:
                 return peer_id
-        failed = min(better, key=search.failures.get, default=None)
+        failed = min(better, key=lambda peer_id: search.failures[peer_id], default=None)
         if failed is not None and not joined and time.monotonic() >= search.failures[failed][0] + RETRY_SECONDS:
             return failed
         return None if self.client_mode else self.peer_id
@@ -335,7 +337,7 @@ class StepMatchmaking(Matchmaking):
                     search.leader = leader
                     for peer_id, asked in joined.items():
                         asked.answer.set_result(None if peer_id == leader else leader)
-                    message = await self._await_begin(stream, search)
+                    message = await self._await_begin(stream, search, leader)
         except (TimeoutError, StopAsyncIteration, P2PDaemonError, P2PHandlerError, OSError) as error:
             logger.debug(f"{leader} does not lead step {control.number}: {error!r}")
             search.failures[leader] = time.monotonic(), "could not be reached"
@@ -348,20 +350,20 @@ class StepMatchmaking(Matchmaking):
                 search.given_up.add(leader)
             return group
         search.failures[leader] = time.monotonic(), averaging_pb2.MessageCode.Name(message.code)
-        suggested = _read_peer_id(message.suggested_leader)
-        if redirected or suggested in {None, self.peer_id, leader, *search.given_up} or suggested in self._banned:
+        other = _read_peer_id(message.suggested_leader)
+        if redirected or other is None or other in {self.peer_id, leader, *search.given_up} or other in self._banned:
             return None
-        return await self._follow(search, suggested, redirected=True)
+        return await self._follow(search, other, redirected=True)
 
     async def _await_begin(
-        self, stream: AsyncIterator[averaging_pb2.MessageFromLeader], search: Search
+        self, stream: AsyncIterator[averaging_pb2.MessageFromLeader], search: Search, leader: PeerID
     ) -> averaging_pb2.MessageFromLeader:
         """Wait for the leader's next message; TimeoutError long after the step was due: the leader may be frozen."""
         message, until = asyncio.ensure_future(anext(stream)), math.inf
         try:
             while not message.done():
                 if time.monotonic() >= until:
-                    search.given_up.add(search.leader)
+                    search.given_up.add(leader)
                     raise TimeoutError
                 if search.seconds_due() >= 0:
                     until = min(until, time.monotonic() + self.min_matchmaking_time + LEADER_MARGIN)
@@ -376,8 +378,8 @@ class StepMatchmaking(Matchmaking):
         content, gathered = message.ordered_peer_ids, tuple(message.gathered)
         if len(content) != len(gathered) or len(content) > MAX_HELD_REQUESTS + 1:  # in 4 MiB, there are two million
             return None
-        peer_ids = tuple(map(_read_peer_id, content))
-        if None in peer_ids or self.peer_id not in peer_ids or len(set(peer_ids)) < len(peer_ids):
+        peer_ids = tuple(peer_id for peer_id in map(_read_peer_id, content) if peer_id is not None)
+        if self.peer_id not in peer_ids or len(set(peer_ids)) < len(content):
             return None
         with suppress(ValueError):
             for claims in gathered:
@@ -417,7 +419,7 @@ class StepMatchmaking(Matchmaking):
         if code is not None:
             yield averaging_pb2.MessageFromLeader(code=code)
             return
-        number = parse_step(request.group_key)
+        number = int(request.group_key)  # as `_refuse` has checked
         entry = _Request(number, parse_claims(request.gather), asyncio.get_running_loop().create_future())
         if (before := self._requests.get(peer_id)) is not None and not before.answer.done():
             before.answer.set_result(None)

@@ -8,13 +8,15 @@ as fast as most others counts for less than it computes. In a run with invitatio
 
 import math
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Mapping
+from typing import Generic, TypeVar
 
 # Others of a sender from which on there is a majority: of three members, one could call both others too small.
 MIN_OTHERS = 3
 REPORTED = 4.0  # excess of the norm of gradients, relative to its bound, that is reported
 LOOSE_RATIO = 4.0  # of norms of as many samples, where only mistakes are bounded: a gradient that explodes
+Peer = TypeVar("Peer", bound=Hashable)
 
 
 def weight_ratio(num_others: int) -> float:
@@ -34,11 +36,11 @@ def norm_ratio(num_others: int) -> float:
     return min(4.0, max(1.5, num_others / 4))
 
 
-def medians_of_others(values: Mapping[Hashable, float], senders: Iterable[Hashable]) -> dict:
+def medians_of_others(values: Mapping[Peer, float], senders: Iterable[Peer]) -> dict[Peer, float]:
     """Return for each sender the median of the others' values; infinity if there are none."""
     ordered = sorted(values.values())
 
-    def median(sender: Hashable) -> float:
+    def median(sender: Peer) -> float:
         rest = ordered.copy()
         if sender in values:
             del rest[bisect_left(rest, values[sender])]
@@ -48,7 +50,7 @@ def medians_of_others(values: Mapping[Hashable, float], senders: Iterable[Hashab
     return {sender: median(sender) for sender in senders}
 
 
-def cap_weights(weights: Mapping[Hashable, float], num_others: int, stuck: Collection[Hashable] = ()) -> dict:
+def cap_weights(weights: Mapping[Peer, float], num_others: int, stuck: Collection[Peer] = ()) -> dict[Peer, float]:
     """Cap each weight, in samples, at `weight_ratio` times the median of the others' that are above 0.
 
     :param num_others: of a member, also without those that have sent nothing
@@ -59,7 +61,7 @@ def cap_weights(weights: Mapping[Hashable, float], num_others: int, stuck: Colle
     return {sender: min(weight, ratio * medians[sender]) for sender, weight in weights.items()}
 
 
-class NormFilter:
+class NormFilter(Generic[Peer]):
     """Bounds the norm of all that each sender adds to the parts of one reducer, over the parts so far.
 
     One part may have any norm within that: rare tokens that only one peer's samples have move their rows of an
@@ -72,13 +74,13 @@ class NormFilter:
     def __init__(self, num_others: int, is_loose: bool = False):
         self.is_loose = is_loose or num_others < MIN_OTHERS
         self._ratio = LOOSE_RATIO if self.is_loose else norm_ratio(num_others)
-        self._sent: Counter[Hashable] = Counter()  # squared norms of the parts so far
-        self._used: Counter[Hashable] = Counter()  # the same after scaling
-        self.excessive: set[Hashable] = set()  # senders far above their bound
+        self._sent: Counter[Peer] = Counter()  # squared norms of the parts so far
+        self._used: defaultdict[Peer, float] = defaultdict(float)  # the same after scaling
+        self.excessive: set[Peer] = set()  # senders far above their bound
 
     def factors(
-        self, norms: Mapping[Hashable, float], weights: Mapping[Hashable, float], own: Hashable, own_norm: float
-    ) -> dict:
+        self, norms: Mapping[Peer, float], weights: Mapping[Peer, float], own: Peer, own_norm: float
+    ) -> dict[Peer, float]:
         """Return the factors of those values of the next part that are to be scaled down.
 
         :param norms, weights: of each sender's values

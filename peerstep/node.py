@@ -6,12 +6,12 @@ import math
 import multiprocessing
 import multiprocessing.util
 import os
+import pickle
 import shutil
 import tempfile
 import zlib
 from collections.abc import Collection, Sequence
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import ForkingPickler
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 
@@ -52,7 +52,7 @@ class RelayedP2P(P2P):
     errors = None  # of SafeDHT, in its process
 
     @classmethod
-    async def create(cls, *args, trusted_relays: Sequence[Multiaddr | str] | None = None, **kwargs) -> "RelayedP2P":
+    async def create(cls, *args, trusted_relays: Sequence[Multiaddr | str] | None = None, **kwargs) -> P2P:
         if not trusted_relays:
             return await super().create(*args, **kwargs)
         addresses = {str(maddr).rsplit("/", 1)[-1]: maddr for maddr in reversed(trusted_relays)}  # peer ID -> first
@@ -62,7 +62,7 @@ class RelayedP2P(P2P):
 
     async def call_protobuf_handler(self, peer_id: PeerID, *args) -> Message:
         try:
-            return await super().call_protobuf_handler(peer_id, *args)
+            return await super().call_protobuf_handler(peer_id, *args)  # pyright: ignore[reportReturnType]
         except Exception as error:
             if self.errors is not None:
                 line = f"{peer_id} {' '.join(str(error).split())}"[:400]
@@ -85,8 +85,9 @@ def use_own_socket_folder(_pid: int) -> None:
     hivemind leaves two or more sockets per start in /tmp. Those of a killed process stay, as with hivemind.
     """
     folder = tempfile.mkdtemp(prefix="cotrain-sockets-", dir=os.environ["TMPDIR"])  # of this user alone, and short
-    RelayedP2P._UNIX_SOCKET_PREFIX = f"/unix{folder}/"
-    multiprocessing.current_process()._config["tempdir"] = folder  # of the socket through which files are passed
+    RelayedP2P._UNIX_SOCKET_PREFIX = f"/unix{folder}/"  # pyright: ignore[reportAttributeAccessIssue]
+    # Of the socket through which files are passed:
+    multiprocessing.current_process()._config["tempdir"] = folder  # pyright: ignore[reportAttributeAccessIssue]
     # That socket is removed first, when this process exits.
     multiprocessing.util.Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=-100)
 
@@ -113,7 +114,7 @@ async def close_relayed_connections(p2p: P2P) -> None:
     connections = await p2p.list_peers()
     direct = {peer.peer_id for peer in connections if not any("p2p-circuit" in maddr for maddr in peer.addrs)}
     for peer_id in {peer.peer_id for peer in connections} - direct:
-        await p2p._client.disconnect(peer_id)
+        await p2p._client.disconnect(peer_id)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Inbox:
@@ -135,7 +136,7 @@ class Inbox:
     def recv(self) -> tuple[str, list, dict]:
         message = self.pipe.recv_bytes()
         try:
-            return ForkingPickler.loads(message)
+            return pickle.loads(message)
         except (OSError, EOFError, RuntimeError):
             return "skip_call", [], {}
 
@@ -187,7 +188,7 @@ async def read_reports(node: dht_node.DHTNode, key: str) -> dict[bytes, ValueWit
     return {
         subkey: record
         for name, records in found.items()
-        for subkey, record in (records.value.items() if records else ())
+        for subkey, record in (records.value.items() if isinstance(records, ValueWithExpiration) else ())
         if bucket_of(subkey) == buckets[name]
     }
 
@@ -229,7 +230,7 @@ class SafeDHT(DHT):
         dht.DHTNode, dht_node.P2P, dht_node.DHTProtocol = RunNode, self.p2p_class, DHTProtocol
         RelayedP2P.errors = self.errors
         dht_protocol.MAX_DHT_TIME_DISCREPANCY_SECONDS = math.inf  # the clock is corrected, see peerstep/redial.py
-        self._inner_pipe = Inbox(self._inner_pipe, self.beats)
+        self._inner_pipe = Inbox(self._inner_pipe, self.beats)  # pyright: ignore[reportArgumentType]
         self.kwargs |= WITHOUT_CACHES
         super().run()
 
@@ -241,7 +242,7 @@ class SafeDHT(DHT):
         if self._p2p_replica is None or self._origin_pid != os.getpid():
             self._origin_pid = os.getpid()
             daemon_listen_maddr = self.run_coroutine(DHT._get_p2p_daemon_listen_maddr)
-            self._p2p_replica = await self.p2p_class.replicate(daemon_listen_maddr)
+            self._p2p_replica = await self.p2p_class.replicate(daemon_listen_maddr)  # pyright: ignore[reportArgumentType]
         return self._p2p_replica
 
     async def skip_call(self) -> None:

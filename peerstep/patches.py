@@ -29,7 +29,7 @@ def apply_patches() -> None:
     """Replace parts of hivemind in this process and in all processes forked later. `start_peer` calls it."""
     for name, module in list(sys.modules.items()):  # some twenty modules have the function under its name
         if name.startswith("hivemind.") and vars(module).get("get_dht_time") is time.time:
-            module.get_dht_time = run_time
+            vars(module)["get_dht_time"] = run_time
     PeerID.__init__ = _init_bounded_peer_id
     averager.Matchmaking = StepMatchmaking  # only the round averager uses matchmaking
     averager.switch_to_uvloop = dht.switch_to_uvloop = switch_to_safe_loop

@@ -174,7 +174,7 @@ class Watchdog(PeriodicThread):
         return None
 
     def work(self) -> None:
-        beats = {name: child.beats.value for name, child in self.children.items()}
+        beats = {name: child.beats.value for name, child in self.children.items()}  # pyright: ignore[reportAttributeAccessIssue]
         silent = {name for name in beats if beats[name] == self._beats[name]}
         if any(_status(process) == psutil.STATUS_STOPPED for process in self.daemons):
             silent.add("p2p daemon")

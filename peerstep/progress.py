@@ -358,7 +358,7 @@ class ProgressTracker(threading.Thread):
 
     def _begin_fetch(self) -> None:
         self._next_fetch = time.monotonic() + self.args.default_refresh_period  # retry interval if the fetch fails
-        self._pending_fetch = self.dht.get(self.key, latest=True, return_future=True), time.monotonic()
+        self._pending_fetch = self.dht.get(self.key, latest=True, return_future=True), time.monotonic()  # pyright: ignore[reportAttributeAccessIssue]
 
     def _finish_fetch(self) -> bool:
         """Read the reports once the DHT has answered. Does not block: the thread must keep reporting.
@@ -366,7 +366,7 @@ class ProgressTracker(threading.Thread):
         :returns: whether the reports were read
         :raises TimeoutError: if the DHT does not answer in READ_TIMEOUT
         """
-        future, begun_at = self._pending_fetch
+        future, begun_at = self._pending_fetch  # pyright: ignore[reportGeneralTypeIssues]
         if not future.done() and time.monotonic() < begun_at + READ_TIMEOUT:
             return False
         self._pending_fetch = None
@@ -416,13 +416,13 @@ class ProgressTracker(threading.Thread):
         return replace(progress, reported_here=min(now, max(earliest, now - (run_time() - progress.reported_at))))
 
     def _speaks_our_protocol(self, subkey: bytes, record: object) -> bool:
-        protocol = record.get("protocol") if isinstance(record, dict) else None
-        if protocol != PROTOCOL:
+        fields = record if isinstance(record, dict) else {}
+        if (protocol := fields.get("protocol")) != PROTOCOL:
             message = (
                 f"A trainer of this run has protocol {protocol!r:.20}, this trainer has {PROTOCOL}: they do not "
                 "average with each other. Update the older one"
             )
-        elif record.get("schema") != self.schema:
+        elif fields.get("schema") != self.schema:
             message = (
                 "A trainer of this run has another model, other initial weights (see join_run), another compression, "
                 "another interval of averaged parameters, or only one of both has local updates: they do not average "

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from peerstep.history import MAX_STEP, Marks, Position, parse_marks
 
@@ -69,7 +69,8 @@ def parse_progress(peer_id: bytes, value: object) -> PeerProgress:
     """Parse a report; raise ValueError if a field is missing or out of range."""
     if not isinstance(value, dict):
         raise ValueError("not a dictionary")
-    progress = PeerProgress(peer_id, **{name: value.get(name) for name in (*RANGES, "marks", "schema")})
+    fields: dict[str, Any] = {name: value.get(name) for name in (*RANGES, "marks", "schema")}
+    progress = PeerProgress(peer_id, **fields)
     for name, (types, low, high) in RANGES.items():
         number = getattr(progress, name)
         if type(number) not in types or not low <= number <= high:

@@ -50,7 +50,8 @@ def signer_of(subkey: bytes) -> PeerID:
 
     :raises ValueError: if the subkey is not exactly the owner tag of a public key of the kind that libp2p makes
     """
-    tag = RSASignatureValidator._PUBLIC_KEY_RE.fullmatch(subkey) if isinstance(subkey, bytes) else None
+    if not isinstance(subkey, bytes) or (tag := RSASignatureValidator._PUBLIC_KEY_RE.fullmatch(subkey)) is None:
+        raise ValueError("the subkey is not a public key")
     try:
         public_key = RSAPublicKey.from_bytes(tag[1])
     except Exception:  # cryptography raises various exceptions for untrusted bytes
@@ -182,7 +183,7 @@ _FIELDS = {
     **dict.fromkeys((f"{PROGRESS}.{bucket}" for bucket in range(NUM_BUCKETS)), dict[BytesWithPublicKey, dict | None]),
     "state_averager.all_averagers": dict[BytesWithPublicKey, _Priority],
 }
-RunSchema = pydantic.create_model("RunSchema", **{name: (kind, ...) for name, kind in _FIELDS.items()})
+RunSchema = pydantic.create_model("RunSchema", **{name: (kind, ...) for name, kind in _FIELDS.items()})  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 # Seconds to the expiration of a record, of these and of a caller's schemas, at most: what the flags allow, and some
 # more for clocks that differ
@@ -213,7 +214,7 @@ def get_dictionary(dht: DHT, key: str) -> dict:
     """
     try:
         # Without a timeout this never returns after the DHT process has died.
-        found = dht.get(key, latest=True, return_future=True).result(READ_TIMEOUT)
+        found = dht.get(key, latest=True, return_future=True).result(READ_TIMEOUT)  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
     except Exception as error:
         logger.warning(f"Could not read {key} from the DHT: {error!r}")
         return {}

@@ -50,7 +50,7 @@ def set_run_clock(dht: DHT, initial_peers: Sequence[str]) -> bool:
     """
     try:
         call = partial(_redial, maddrs=initial_peers)
-        offsets = dht.run_coroutine(call, return_future=True).result(timeout=4 * DIAL_TIMEOUT)
+        offsets = dht.run_coroutine(call, return_future=True).result(timeout=4 * DIAL_TIMEOUT)  # pyright: ignore[reportAttributeAccessIssue]
     except Exception as error:
         logger.debug(f"Could not reach the initial peers: {error!r}")
         return False
@@ -84,14 +84,14 @@ async def _dial(node: DHTNode, maddr: Multiaddr) -> float | None:
             if (endpoint := find_tcp_endpoint(maddr)) is not None:
                 _, writer = await asyncio.open_connection(*endpoint)
                 writer.close()
-            await node.p2p._client.connect(peer_id, [maddr.decapsulate(f"/p2p/{maddr['p2p']}")])
+            await node.p2p._client.connect(peer_id, [maddr.decapsulate(f"/p2p/{maddr['p2p']}")])  # pyright: ignore[reportAttributeAccessIssue]
             if await node.protocol.call_ping(peer_id) is None:
                 return None
             asked_at, started = run_time(), time.monotonic()
             answer = await node.protocol.get_stub(peer_id).rpc_ping(dht_pb2.PingRequest())
         # The answer was given at any time meanwhile. On a busy link two peers would push each other's clocks forward.
         uncertainty = (time.monotonic() - started) / 2
-        offset = answer.dht_time - asked_at - uncertainty
+        offset = answer.dht_time - asked_at - uncertainty  # pyright: ignore[reportOptionalMemberAccess]
         return math.copysign(max(0.0, abs(offset) - uncertainty), offset)
     except Exception as error:
         logger.debug(f"Initial peer {maddr} does not answer: {error!r}")

@@ -64,7 +64,7 @@ def answers_to(peer_id: PeerID, parts: Sequence[Part]) -> list[tuple[int, Part]]
 
     What is given goes first: a member that lacks updates needs it more than the gradients.
     """
-    answers = [(number, part) for number, part in enumerate(parts) if not part.is_given or peer_id in part.takers]
+    answers = [(number, part) for number, part in enumerate(parts) if part.takers is None or peer_id in part.takers]
     return sorted(answers, key=lambda answer: not answer[1].is_given)
 
 
@@ -85,7 +85,7 @@ class _Sender:
     """Another member that sends its values."""
 
     heard: float  # when its newest message has arrived, or the round has begun (`time.monotonic`)
-    started: float | None = None  # when its first message has arrived
+    started: float = math.inf  # when its first message has arrived
     next_part: int = 0  # number of the next part that it may deliver
     is_late: bool = False  # a part was closed without it; no other part waits for it then
     is_slow: bool = False  # it was late in the last round
@@ -148,7 +148,7 @@ class Reducer:
     ) -> AsyncIterator[averaging_pb2.AveragingData]:
         """Receive a member's values, from the second message of its stream on, and answer with the averages."""
         state = self._senders.get(sender)
-        if state is None or state.started is not None:
+        if state is None or state.started < math.inf:
             yield averaging_pb2.AveragingData(code=averaging_pb2.PROTOCOL_VIOLATION)
             return
         self.start(sender)
@@ -160,7 +160,7 @@ class Reducer:
                 answer, kind = await asyncio.shield(self.averages[index]), 0.0
                 if answer is None:
                     return
-                if not part.is_gradient:
+                if isinstance(answer, torch.Tensor):
                     if (message := arrived.pop(index, None)) is not None:
                         answer = answer - await loop.run_in_executor(None, deserialize_torch_tensor, message)
                         kind = DIFFERENCE
@@ -203,7 +203,7 @@ class Reducer:
 
     def drop_unstarted(self, sender: PeerID) -> None:
         """Do not wait for a sender that has not started: its round has ended or was cancelled."""
-        if sender in self._senders and self._senders[sender].started is None:
+        if sender in self._senders and self._senders[sender].started == math.inf:
             self._drop(sender)
 
     def _drop(self, sender: PeerID) -> None:
@@ -269,10 +269,9 @@ class Reducer:
         ends = []
         for sender in awaited:
             begun, seconds = sender.started, SLOW_SECONDS if sender.is_slow else LATE_SECONDS
-            if begun is None and sender.is_slow:  # it may have been held up by something else than its link
+            if begun == math.inf and sender.is_slow:  # it may have been held up by something else than its link
                 begun, seconds = self._begun, LATE_SECONDS
-            late_at = math.inf if begun is None else begun + LATE_FACTOR * median + seconds
-            ends.append(min(late_at, sender.heard + self.sender_timeout))
+            ends.append(min(begun + LATE_FACTOR * median + seconds, sender.heard + self.sender_timeout))
         return min(max(ends), self._deadline) - time.monotonic()
 
     async def _average(self, index: int) -> runtime_pb2.Tensor | torch.Tensor:
@@ -283,7 +282,7 @@ class Reducer:
         elif sums.total is None or part.weight > MIN_WEIGHT:
             sums.add(part.own, part.weight)
         self._add_held(sums)
-        values = sums.total.div_(sums.weight)
+        values = sums.total.div_(sums.weight)  # pyright: ignore[reportOptionalMemberAccess]
         if not part.is_gradient:
             return part.output.copy_(values)  # a view: the values of all parts are as large as it
         message = await loop.run_in_executor(None, part.compress, values)

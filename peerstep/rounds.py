@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from itertools import chain
-from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
+from typing import Any, AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
 
 import torch
 from hivemind.averaging.control import AveragingStage
@@ -32,7 +32,7 @@ from peerstep.allreduce import AllReduce, cut_tensors
 from peerstep.base import SafeAverager
 from peerstep.bounds import PARAMETER_CHANGE, Bounds
 from peerstep.clock import run_time
-from peerstep.matchmaking import Claims, RosterEntry, RoundControl, parse_claims
+from peerstep.matchmaking import Claims, RosterEntry, RoundControl, StepMatchmaking, parse_claims
 from peerstep.progress_record import PROTOCOL
 from peerstep.reducer import Delivery
 from peerstep.sparse import TopK
@@ -120,6 +120,9 @@ class RoundAverager(SafeAverager):
     """
 
     reuse_grad_buffers = False  # hivemind.Optimizer.zero_grad reads it
+    _matchmaking: StepMatchmaking  # set by hivemind, as are the next two
+    _allreduce_timeout: float
+    allreduce_kwargs: dict[str, Any]
 
     def __init__(
         self,
@@ -308,7 +311,7 @@ class RoundAverager(SafeAverager):
             self._matchmaking.record_silence(runner.silent_reducers(), group.peer_ids)
             if runner.reducer.num_awaited:
                 self._slow = runner.reducer.late
-        received = runner.received_fraction(TensorRole.GRADIENT)
+        received = runner.received_fraction(TensorRole.GRADIENT) or 0.0
         if self._measures and (received >= 0.5 or runner.was_late):  # otherwise others may have kept it from sending
             self._claim_measured(meter.rate)
         return RoundResult(

@@ -97,7 +97,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
 
     # Changing the state
 
-    def apply_update(self, epoch: int, parameters: Sequence[torch.Tensor] | None = None) -> None:
+    def apply_update(self, epoch: int, parameters: list[torch.Tensor] | None = None) -> None:
         """Run the optimizer for global step `epoch`, with the gradients in `.grad` of its parameters.
 
         The learning rate is that of `epoch - 1`, as in hivemind. May run in a background thread: readers wait until it
@@ -111,7 +111,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
             self._set_schedule(epoch - 1)
             self.optimizer.step()
 
-    def restore(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> None:
+    def restore(self, metadata: dict, tensors: list[torch.Tensor]) -> None:
         """Replace the state by another one, possibly of an earlier step. The tensors are copied.
 
         :raises ValueError: if the new state does not fit; the current state is then unchanged
@@ -130,7 +130,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         The copy of an offloaded optimizer would overwrite them at the next step.
         """
         with self._changing_to(epoch):
-            torch._foreach_copy_(self.layout.parameters, self.main_parameters)
+            torch._foreach_copy_(self.layout.parameters, tuple(self.main_parameters))
             self.local_epoch = epoch
 
     @contextmanager
@@ -229,7 +229,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
                 async for message in self._keep_stream_open(self._read_copy()):
                     yield message
                     rate = self.BUSY_RATE if self._uploads.total() > self.MAX_UPLOADS_OF_ALL / 2 else self.LEAST_RATE
-                    limit.reschedule(limit.when() + len(message.tensor_part.buffer) / rate)
+                    limit.reschedule(limit.when() + len(message.tensor_part.buffer) / rate)  # pyright: ignore[reportOptionalOperand]
         finally:
             self._uploads -= Counter({reader: 1})
 

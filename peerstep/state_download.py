@@ -122,7 +122,7 @@ class StateDownload:
         offers = self.averager.dht.get(key, latest=True, return_future=True)
         try:
             async with asyncio.timeout(OFFERS_TIMEOUT):
-                found = await offers
+                found = await offers  # pyright: ignore[reportGeneralTypeIssues]
         except TimeoutError:
             logger.warning(f"The DHT did not return the peers that offer a state within {OFFERS_TIMEOUT:.0f} seconds")
             self._may_retry = True
@@ -134,7 +134,7 @@ class StateDownload:
         async with slots:
             try:
                 async with asyncio.timeout(self.dial_timeout):
-                    await self.averager._p2p._client.connect(donor, [])
+                    await self.averager._p2p._client.connect(donor, [])  # pyright: ignore[reportAttributeAccessIssue]
             except Exception as error:
                 return error
 
@@ -201,9 +201,9 @@ class StateDownload:
             while True:
                 async with asyncio.timeout(self._max_silence()):
                     message = await anext(stream, None)
-                if message is None and assembler is None:
-                    raise ConnectionError("it offers no state any more, or serves too many peers")
                 if message is None:
+                    if assembler is None:
+                        raise ConnectionError("it offers no state any more, or serves too many peers")
                     raise ConnectionError(
                         f"the stream ended after {len(assembler.tensors)} of {len(assembler.specs)} tensors"
                     )
@@ -229,7 +229,7 @@ class StateDownload:
             self._told_credible_step = True
         elif not self._believes_all:
             raise DoubtfulStepError(f"it is of step #{position.step}, but the run is at step #{self.credible_epoch}")
-        return metadata
+        return metadata  # pyright: ignore[reportReturnType]
 
     def _reached(self, donors: Iterable[PeerID]) -> list[PeerID]:
         return [donor for donor in donors if self._dials[donor].done() and self._dials[donor].result() is None]
@@ -258,6 +258,6 @@ def rank_donors(offers: object, max_epoch: float, own_id: PeerID) -> tuple[list[
             with suppress(ValueError):
                 ranks[signer_of(subkey)] = priority, random.random()
     ranks.pop(own_id, None)
-    donors = sorted(ranks, key=ranks.get)
+    donors = sorted(ranks, key=lambda donor: ranks[donor])
     likely = [donor for donor in donors if ranks[donor][0] <= max_epoch]
     return likely, [donor for donor in donors if ranks[donor][0] > max_epoch]

@@ -37,12 +37,12 @@ def read_position(metadata: object, min_epoch: int = 0) -> Position:
 
     :raises ValueError: if one of them is missing or malformed; OldStateError if the step is before `min_epoch`
     """
-    epoch = metadata.get("epoch") if isinstance(metadata, dict) else None
-    if type(epoch) is not int or not 0 <= epoch <= MAX_STEP:
+    fields = metadata if isinstance(metadata, dict) else {}
+    if type(epoch := fields.get("epoch")) is not int or not 0 <= epoch <= MAX_STEP:
         raise StateLoadError("it has no step number")
     if epoch < min_epoch:
         raise OldStateError(f"it is of step #{epoch}, no later than #{min_epoch - 1}")
-    return Position(epoch, parse_marks(metadata.get("marks")))
+    return Position(epoch, parse_marks(fields.get("marks")))
 
 
 class StateLayout:
@@ -60,7 +60,7 @@ class StateLayout:
         self.names = [name for _, name in self._statistics()]
         self.max_metadata_bytes = 2**16 + 256 * len(self.names)  # of a state; a name has some 10 bytes
         numbers = enumerate(self.names, len(self.parameters))
-        self.second_moments = {number for number, name in numbers if name in optimizer.second_moments}
+        self.second_moments = {number for number, name in numbers if name in optimizer.second_moments}  # pyright: ignore[reportAttributeAccessIssue]
 
     def _statistics(self) -> list[tuple[dict, str]]:
         """Return where each statistic is: the statistics of a parameter, which accelerate replaces, and the name."""
@@ -76,7 +76,7 @@ class StateLayout:
         return [*self.parameters, *numbered]
 
     @torch.no_grad()
-    def copy_from(self, tensors: Sequence[torch.Tensor]) -> None:
+    def copy_from(self, tensors: list[torch.Tensor]) -> None:
         """Copy a state that was checked into the parameters and the statistics."""
         first = len(self.parameters)
         torch._foreach_copy_(self.parameters, tensors[:first])

@@ -3,7 +3,7 @@
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
-from multiprocessing.reduction import DupFd
+from multiprocessing.resource_sharer import DupFd
 from pathlib import Path
 
 LENGTH_BYTES = 4  # before each message

@@ -90,7 +90,7 @@ class TensorAssembler:
         if self.is_complete:
             raise ValueError("more tensors than expected")
         if self._header is None:
-            self._expected = expected_num_bytes(chunk, self.specs[len(self.tensors)])
+            self._expected = expected_num_bytes(chunk, self.specs[len(self.tensors)]) or 0
             self._header = runtime_pb2.Tensor(size=chunk.size, dtype=chunk.dtype, compression=chunk.compression)
         elif not chunk.buffer:
             raise ValueError("an empty chunk")
