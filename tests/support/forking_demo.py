@@ -33,8 +33,10 @@ class ForkedProcess(multiprocessing.get_context("fork").Process):
     def poll(self) -> int | None:
         return self.exitcode
 
-    def wait(self) -> None:
-        self.join()
+    def wait(self, timeout: float | None = None) -> None:
+        self.join(timeout)
+        if self.exitcode is None:
+            raise subprocess.TimeoutExpired("a forked script", timeout)
 
 
 def _become(
@@ -54,7 +56,5 @@ if __name__ == "__main__":
     for name in ORGANISER_MODULES:
         del sys.modules[name]  # the demo is the organiser's
     del sys.argv[0]  # error messages name the script that is now sys.argv[0]
-    run_local_demo.subprocess = SimpleNamespace(
-        Popen=ForkedProcess, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT
-    )
+    run_local_demo.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": ForkedProcess})
     run_script(run_local_demo.main)
