@@ -17,4 +17,5 @@ from cotrain.arguments import (
     ReportingArguments,
     TrainerArguments,
     check_compression,
+    parse_size,
 )

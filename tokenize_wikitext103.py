@@ -4,15 +4,21 @@
 ./tokenize_wikitext103.py                                                  # WikiText-103, ALBERT's tokenizer
 ./tokenize_wikitext103.py --sample --train_tokenizer --vocab_size 2000     # nothing to download
 ./tokenize_wikitext103.py --train_file my.txt --train_tokenizer --archive data.tar.gz
+./tokenize_wikitext103.py --dataset_name my/texts --train_tokenizer --archive public/data.tar.gz --shard_size 256MB
 ./tokenize_wikitext103.py --objective clm --tokenizer gpt2                 # for GPT-2
 """
 
 import contextlib
 import glob
+import hashlib
 import itertools
+import math
 import os
+import re
+import shutil
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -20,16 +26,18 @@ from typing import Literal
 
 from tqdm.auto import tqdm
 
-from arguments import DATASET_FOLDERS
-from cotrain.common.errors import UserError, run_script
+from arguments import DATASET_FOLDERS, parse_size
+from cotrain.common.errors import run_script
 from cotrain.common.flags import ArgumentsError, Flags, flag, require, require_apart
-from cotrain.data.corpus import Documents, read_corpus
+from cotrain.data.corpus import Corpus, open_corpus, read_corpus
 from cotrain.data.manifest import Manifest
 from cotrain.models.objectives import DEFAULT_OBJECTIVE, OBJECTIVES
 
 # The rest is imported where it is used: datasets and transformers take seconds, for which --help need not wait.
 
 LANGUAGES = Path(__file__).parent / "cotrain/data/languages.txt"  # with sentences, by code
+BYTES_PER_CHARACTER = 1.5  # of samples: 4.6 characters of English are a token of 7 bytes, for clm of 5
+LARGE = 1e9  # bytes of an archive, from which on shards shorten the start of a trainer
 
 
 @dataclass
@@ -83,6 +91,11 @@ class TokenizationArguments(Flags, group="Tokenization"):
     tokenizer_path: str = flag("data/tokenizer", "Folder for the tokenizer")
     cache_dir: str | None = flag("data/cache", "Folder for downloads and intermediate files")
     archive: str | None = flag(None, "Also pack dataset, tokenizer and manifest into this .tar.gz for hosting")
+    shard_size: str | None = flag(
+        None,
+        "For data above 1 GB: write the training text as shards beside --archive, which lists them. A shard takes "
+        "about this much of a trainer's disk, such as 256MB. The same command continues an interrupted preparation",
+    )
     num_proc: int = flag(2, "Number of worker processes. The result does not depend on it; lower it to save memory")
     seed: int = flag(0, "Random seed: where segments are split and swapped, which documents are held out", at_least=0)
     overwrite: bool = flag(False, "Replace an existing dataset")
@@ -104,6 +117,10 @@ class TokenizationArguments(Flags, group="Tokenization"):
         near = get_close_matches(self.language.title(), names.values()) or ["English", "Thai"]
         known = ", ".join(f"{code} ({name})" for code, name in names.items() if name in near)
         require(self.language in names, f"--language '{self.language}' is not known: pass an ISO 639 code: {known}, …")
+        if self.shard_size is not None:
+            parse_size("--shard_size", self.shard_size)
+            has_name = re.fullmatch(r"[A-Za-z0-9][\w.-]{0,90}", Path(self.archive or "").name, re.ASCII) is not None
+            require(has_name, "--shard_size needs --archive with a file name of letters, digits, '.', '_' and '-'")
         if self.archive is not None and not self.archive.endswith((".tar.gz", ".tgz")):
             raise ArgumentsError(f"--archive {self.archive}: it is compressed; pass a name that ends in .tar.gz")
         if self.dataset_config_name is None and self.dataset_name.endswith("wikitext"):
@@ -131,22 +148,44 @@ def main() -> None:
         # With these names trainers find the folders if the archive is unpacked in the project's folder.
         folders = {DATASET: Path(args.output_path), TOKENIZER: Path(args.tokenizer_path)}
         print(f"Archive {args.archive}, SHA-256 {write_archive(Path(args.archive), folders)}")
+        if Path(args.archive).stat().st_size > LARGE:
+            print("Volunteers download all of it before they begin; --shard_size 256MB lets them begin with a part")
     print(f"Done in {time.perf_counter() - started:.0f} s")
 
 
+@contextlib.contextmanager
+def open_work(args: TokenizationArguments) -> Iterator[Path]:
+    """Yield a folder for intermediate files: with --shard_size one that the same command finds again."""
+    from cotrain.common.atomic_files import lock_folder, temporary_folder
+
+    path = Path(args.cache_dir or Path(args.output_path).parent) / "work"
+    if args.shard_size is None:
+        with temporary_folder(path) as work:
+            yield work
+        return
+    others = {"num_proc", "debug", "overwrite", "output_path", "tokenizer_path", "cache_dir"}
+    settings = sorted((name, value) for name, value in asdict(args).items() if name not in others)
+    work = path.with_name(f"work-{hashlib.sha256(repr(settings).encode()).hexdigest()[:12]}")
+    with lock_folder(work, "--cache_dir"):
+        yield work
+    shutil.rmtree(work)
+
+
 def prepare(args: TokenizationArguments) -> Manifest:
-    """Make dataset, tokenizer and manifest."""
-    from cotrain.common.atomic_files import check_target, new_folder, temporary_folder
-    from cotrain.data.loading import check_samples
+    """Make dataset, tokenizer and manifest, or shards."""
+    from cotrain.common.atomic_files import check_target, new_folder
     from cotrain.data.packing import PackingConfig
-    from cotrain.data.preparation import open_encoder, tokenize_corpus
+    from cotrain.data.preparation import open_encoder, save_dataset
     from cotrain.data.sources import open_dataset, open_files, open_sample
     from cotrain.data.tokenizers import check_losses
     from cotrain.models.vocabulary import tokenizer_sha256, vocabulary_size
 
     # Fail early: check outputs first, then inputs.
+    part_chars = math.inf
     if args.archive is not None:
         check_target(Path(args.archive), "--archive", args.overwrite)
+    if args.shard_size is not None:
+        part_chars = parse_size("--shard_size", args.shard_size) / BYTES_PER_CHARACTER
     path = Path(args.tokenizer_path)
     target = new_folder(path, "--tokenizer_path", args.overwrite, ("tokenizer_config.json", "tokenizer.json"))
     if is_kept := not args.train_tokenizer and Path(args.tokenizer).resolve() == path.resolve():
@@ -155,7 +194,7 @@ def prepare(args: TokenizationArguments) -> Manifest:
         new_folder(Path(args.output_path), "--output_path", args.overwrite, ("manifest.json",)) as dataset_folder,
         # Entered after the dataset's folder, so complete before it: a dataset never lacks its tokenizer.
         target as tokenizer_folder,
-        temporary_folder(Path(args.cache_dir or Path(args.output_path).parent) / "work") as work,
+        open_work(args) as work,
     ):
         if args.sample:
             source = open_sample()
@@ -163,16 +202,24 @@ def prepare(args: TokenizationArguments) -> Manifest:
             source = open_files(args.train_file, work, args.text_column, args.encoding)
         else:
             names = args.dataset_name, args.dataset_config_name, args.dataset_revision
-            source = open_dataset(*names, args.cache_dir, args.text_column, args.encoding)
+            is_streamed = args.shard_size is not None
+            source = open_dataset(*names, args.cache_dir, args.text_column, args.encoding, is_streamed)
         if args.row_is is not None:
             source = replace(source, has_lines=args.row_is == "line")
-        corpus = read_corpus(source, work, args.validation_fraction, args.seed)
+        if (text := work / "text").exists():
+            print(f"Continuing the preparation in '{work}'")
+        else:
+            with new_folder(text, "--cache_dir") as folder:
+                read_corpus(source, folder, part_chars)
+        corpus = open_corpus(source, text, args.validation_fraction, args.seed)
         build_tokenizer(args, corpus, None if is_kept else tokenizer_folder)
-        encoder = open_encoder(str(tokenizer_folder))  # the workers inherit it
+        encoder = open_encoder(str(tokenizer_folder))
         flag = "--train_tokenizer" if args.train_tokenizer else "--tokenizer"
         check_losses(encoder, corpus, args.seed, flag, args.allow_lost_text)
         config = PackingConfig(args.objective, args.max_seq_length, args.seed, args.language)
-        splits = tokenize_corpus(corpus, tokenizer_folder, config, args.num_proc, work, dataset_folder)
+        archive = None if args.shard_size is None else Path(args.archive)
+        options = config, args.num_proc, work, dataset_folder, archive
+        splits, shards = save_dataset(corpus, tokenizer_folder, *options)
         # The manifest is published: no local path.
         name = Path(args.tokenizer).resolve().name if Path(args.tokenizer).is_dir() else args.tokenizer
         manifest = Manifest(
@@ -183,23 +230,20 @@ def prepare(args: TokenizationArguments) -> Manifest:
             vocab_size=vocabulary_size(encoder.tokenizer),
             tokenizer_sha256=tokenizer_sha256(encoder.tokenizer),
             splits=splits,
+            shards=shards,
         )
         manifest.save(dataset_folder)
-        try:
-            check_samples(dataset_folder)
-        except ValueError as error:
-            raise UserError(f"--tokenizer '{args.tokenizer}' does not keep to its vocabulary ({error})") from None
     return manifest
 
 
-def build_tokenizer(args: TokenizationArguments, corpus: dict[str, Documents], folder: Path | None) -> None:
+def build_tokenizer(args: TokenizationArguments, corpus: dict[str, Corpus], folder: Path | None) -> None:
     """Train or load the tokenizer, check its special tokens, and save it in a folder unless it is there."""
     from cotrain.data.tokenizer_training import TRAINING_CHARS, train_tokenizer
     from cotrain.data.tokenizers import check_special_tokens, load_tokenizer
 
     if args.train_tokenizer:
         # Of all splits: without the characters of the validation text, these would be unknown in small texts.
-        samples = (documents.sample(TRAINING_CHARS, args.seed) for documents in corpus.values())
+        samples = (part.sample(TRAINING_CHARS // len(x), args.seed) for x in corpus.values() for part in x)
         sample = tqdm(itertools.chain.from_iterable(samples), desc="Training a tokenizer", unit=" documents", delay=1)
         tokenizer = train_tokenizer(sample, args.objective, args.vocab_size, args.max_seq_length)
     else:

@@ -292,11 +292,12 @@ class ModelArguments(Flags, group="Model and data"):
     tokenizer_path: str = flag("data/tokenizer", "Folder with the tokenizer, written by tokenize_wikitext103.py")
     dataset_url: str | None = setting(
         None,
-        "http(s) address of an archive written by tokenize_wikitext103.py --archive. It is unpacked to dataset_path "
-        "and tokenizer_path if one of them is missing",
+        "Address of what tokenize_wikitext103.py --archive wrote, an archive or the manifest of shards: http(s), "
+        "hf://datasets/NAME/REPOSITORY/PATH or s3://BUCKET/PATH. It is unpacked to dataset_path and tokenizer_path if "
+        "one of them is missing",
     )
     dataset_sha256: str | None = setting(
-        None, "SHA-256 of the archive at --dataset_url, without which an interrupted download starts again"
+        None, "SHA-256 of the file at --dataset_url, without which an interrupted download starts again"
     )
     cache_dir: str | None = flag("data/cache", "Folder for downloads from the Hub")
     task: str | None = flag(
@@ -311,6 +312,7 @@ class ModelArguments(Flags, group="Model and data"):
         if self.task is not None:
             require(Path(self.task).is_file(), f"--task: there is no file '{self.task}'; pass its path")
         if self.dataset_url is not None:
+            self.dataset_url = to_web_address(self.dataset_url)
             check_web_address("--dataset_url", self.dataset_url)
         if self.dataset_sha256 is not None:
             require(self.dataset_url is not None, "--dataset_sha256 also needs --dataset_url")
@@ -330,6 +332,21 @@ class ModelArguments(Flags, group="Model and data"):
         return None if self.task is None else hashlib.sha256(Path(self.task).read_bytes()).hexdigest()
 
 
+def to_web_address(url: str) -> str:
+    """Return the web address of a public file of a dataset on the Hugging Face Hub, or in S3; others are unchanged."""
+    if match := re.fullmatch(r"hf://datasets/([\w.-]+/[\w.-]+)(?:@([\w.-]+))?/([\w./-]+)", url):
+        repository, revision, path = match.groups()
+        return f"https://huggingface.co/datasets/{repository}/resolve/{revision or 'main'}/{path}"
+    return re.sub(r"^s3://([a-z0-9.-]+)/", r"https://\1.s3.amazonaws.com/", url)
+
+
+def parse_size(flag: str, value: str) -> int:
+    """Return the bytes of a size such as 256MB or 1.5GB."""
+    match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?) ?([kMGT])B", value)
+    require(match is not None, f"{flag} must be a size such as 256MB or 2GB, got '{value}'")
+    return int(float(match[1]) * 1000 ** " kMGT".index(match[2]))
+
+
 def find_dataset() -> str:
     """Return the folder of DATASET_FOLDERS that was written last."""
     marks = {folder: Path(folder, "manifest.json") for folder in DATASET_FOLDERS}
@@ -346,8 +363,14 @@ class DatasetArguments(ModelArguments):
         "data/albert_tokenized_wikitext, the newer",
     )
 
+    data_cache: str = flag(
+        "2GB",
+        "Size on disk of the shards to keep, if the data is in shards: those in use, and as many of the next as fit",
+    )
+
     def __post_init__(self):
         super().__post_init__()
+        parse_size("--data_cache", self.data_cache)
         if self.dataset_url is not None:
             require_apart("dataset_path", self.dataset_path, "tokenizer_path", self.tokenizer_path)
 

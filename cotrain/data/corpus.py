@@ -1,6 +1,7 @@
 """Text corpus: groups the rows of a source into documents in an Arrow file."""
 
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,9 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from tqdm.auto import tqdm
 
 from cotrain.common.errors import UserError
+from cotrain.models.objectives import SPLITS
 
 # Maximum sizes, so that a file with a single long line needs no more memory or time than any other. The time of
 # sentencex is quadratic in the length of a line: 5 ms for 20,000 characters, 12 s for 1,000,000. The longest articles
@@ -21,6 +24,7 @@ from cotrain.common.errors import UserError
 MAX_LINE_CHARS = 20_000
 MAX_DOCUMENT_CHARS = 250_000
 WRITE_CHARS = 10_000_000  # per record batch; Arrow's limit is 2 GiB of strings per batch
+MAX_VALIDATION = 0.1  # of the characters of one part, if the text has several
 
 # How rows become documents. The same for all splits of a source, and printed.
 LAYOUTS = {
@@ -45,7 +49,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents in an Arrow file, read on demand: WikiText-103 is half a gigabyte, BookCorpus five.
+    """Documents in an Arrow file, read on demand: WikiText-103 is half a gigabyte.
 
     :param rows: row numbers of these documents in the file, in ascending order
     :param lengths: characters in each document
@@ -78,46 +82,85 @@ def _open(path: str) -> pa.ChunkedArray:
     return pa.ipc.open_stream(pa.memory_map(path)).read_all()["text"]
 
 
-def write_documents(source: Source, split: str, layout: str, path: Path) -> Documents:
-    """Group the rows of a split into documents, write these to an Arrow file, and print the counts."""
-    lengths, skipped, schema = [], Counter(), pa.schema({"text": pa.string()})
-    with (
-        pa.OSFile(str(path), "wb") as file,
-        pa.ipc.new_stream(file, schema) as writer,
-        tqdm(desc=f"Reading {split} text", unit=" chars", unit_scale=True, delay=1) as progress,  # seconds
-    ):
-        batch, size = [], 0
-        documents = (split_documents(part(), layout, skipped) for part in source.parts[split])
-        for document in itertools.chain.from_iterable(documents):
-            batch.append(document)
-            lengths.append(len(document))
-            size += len(document)
-            progress.update(len(document))
-            if size >= WRITE_CHARS:
-                writer.write_table(pa.table({"text": batch}, schema=schema))
-                batch, size = [], 0
-        writer.write_table(pa.table({"text": batch}, schema=schema))
-    others = "".join(f"; {count:,} {kind} rows skipped" for kind, count in sorted(skipped.items(), reverse=True))
-    print(f"{source.name}: {len(lengths):,} documents of {split} text, {LAYOUTS[layout]}{others}")
-    return Documents(str(path), np.arange(len(lengths)), np.array(lengths, dtype=np.int64))
+@dataclass(frozen=True)
+class Corpus:
+    """Documents of a split in files, its parts. One part is opened at a time: memory does not grow with the text.
 
-
-def read_corpus(source: Source, folder: Path, validation_fraction: float, seed: int) -> dict[str, Documents]:
-    """Read the whole source into files in `folder`; return the documents of the splits "train" and "validation".
-
-    :param validation_fraction: fraction of the documents that is held out if the source has no validation text
+    :param held_out: for text without validation text of its own, the parameters of `hold_out` for each part, and
+        which of its results is this split
     """
+
+    paths: list[Path]
+    held_out: tuple[float, int, int] | None = None
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __iter__(self) -> Iterator[Documents]:
+        for path in self.paths:
+            lengths = pc.utf8_length(_open(str(path))).to_numpy().astype(np.int64)
+            documents = Documents(str(path), np.arange(len(lengths)), lengths)
+            if self.held_out is not None:
+                *options, split = self.held_out
+                documents = documents.select(hold_out(len(documents), *options)[split])
+            yield documents
+
+
+def write_documents(source: Source, split: str, layout: str, folder: Path, part_chars: float) -> None:
+    """Group the rows of a split into documents, write these to Arrow files, and print the counts.
+
+    :param part_chars: characters after which a file ends
+    """
+    num_documents, skipped, schema = 0, Counter(), pa.schema({"text": pa.string()})
+    parts = (split_documents(part(), layout, skipped) for part in source.parts[split])
+    documents = itertools.chain.from_iterable(parts)
+    with tqdm(desc=f"Reading {split} text", unit=" chars", unit_scale=True, delay=1) as progress:  # seconds
+        for number, first in enumerate(documents):  # the rest of a part's documents is taken below
+            batch, size, written = [], 0, 0
+            with (
+                pa.OSFile(str(folder / f"{split}-{number:05d}.arrow"), "wb") as file,
+                pa.ipc.new_stream(file, schema) as writer,
+            ):
+                for document in itertools.chain([first], documents):
+                    batch.append(document)
+                    size += len(document)
+                    num_documents += 1
+                    progress.update(len(document))
+                    if size >= WRITE_CHARS or written + size >= part_chars:
+                        writer.write_table(pa.table({"text": batch}, schema=schema))
+                        batch, size, written = [], 0, written + size
+                    if written >= part_chars:
+                        break
+                writer.write_table(pa.table({"text": batch}, schema=schema))
+    others = "".join(f"; {count:,} {kind} rows skipped" for kind, count in sorted(skipped.items(), reverse=True))
+    print(f"{source.name}: {num_documents:,} documents of {split} text, {LAYOUTS[layout]}{others}")
+
+
+def read_corpus(source: Source, folder: Path, part_chars: float = math.inf) -> None:
+    """Read the whole source into files in `folder`."""
     layout = find_layout(itertools.chain.from_iterable(part() for part in source.parts["train"]), source.has_lines)
-    corpus = {split: write_documents(source, split, layout, folder / f"{split}.arrow") for split in source.parts}
+    for split in source.parts:
+        write_documents(source, split, layout, folder, part_chars)
+
+
+def open_corpus(source: Source, folder: Path, validation_fraction: float, seed: int) -> dict[str, Corpus]:
+    """Return the documents that `read_corpus` has written, of the splits "train" and "validation".
+
+    :param validation_fraction: fraction of the documents that is held out if the source has no validation text; of a
+        text in several parts at most MAX_VALIDATION of one part
+    """
+    corpus = {split: Corpus(sorted(folder.glob(f"{split}-*.arrow"))) for split in source.parts}
     for split, documents in corpus.items():
         if not len(documents):
             raise UserError(f"{source.name}: the split '{split}' has no text; pass a file that is not empty")
     if "validation" not in corpus:
-        if len(corpus["train"]) < 2:
+        paths = corpus["train"].paths
+        if len(paths) == 1 and len(next(iter(corpus["train"]))) < 2:
             remedy = "separate its documents by blank lines" if source.has_lines else "pass a text of several rows"
             raise UserError(f"{source.name} is a single document, so none can be held out for validation: {remedy}")
-        train, validation = hold_out(len(corpus["train"]), validation_fraction, seed)
-        corpus = {"train": corpus["train"].select(train), "validation": corpus["train"].select(validation)}
+        if len(paths) > 1:
+            validation_fraction = min(validation_fraction, MAX_VALIDATION / len(paths))
+        corpus = {split: Corpus(paths, (validation_fraction, seed, n)) for n, split in enumerate(SPLITS)}
     return corpus
 
 
@@ -193,7 +236,7 @@ def split_documents(
 
 
 def hold_out(num_documents: int, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Divide at least two documents into those for training and for validation, at least one each.
+    """Divide documents into those for training and for validation, of at least two documents at least one each.
 
     :returns: their numbers, each in ascending order
     """

@@ -1,4 +1,4 @@
-"""Download of the prepared data from a web server: download, verify, and unpack the archive.
+"""Download of the prepared data from a web server: download, verify, and unpack the archive or a shard.
 
 With --dataset_sha256, an interrupted transfer resumes where it stopped, also after the script was stopped
 or killed. The partial archive is kept under a hidden name beside the dataset until it is unpacked.
@@ -8,7 +8,10 @@ import contextlib
 import logging
 import math
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urljoin
 
 import requests
 import urllib3
@@ -16,12 +19,13 @@ from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 from urllib3.util import parse_url
 
-from cotrain.arguments import ModelArguments
-from cotrain.common.atomic_files import check_target, make_parent, new_folder
+from cotrain.arguments import DatasetArguments, ModelArguments
+from cotrain.common.atomic_files import check_target, make_parent, new_file, new_folder
 from cotrain.common.errors import TemporaryError, UserError, first_line
 from cotrain.common.hosts import MAX_BYTES, GuardedAdapter
 from cotrain.data.archive import DATASET, TOKENIZER, ArchiveError, check_space, file_sha256, unpack_archive
-from cotrain.data.loading import check_samples
+from cotrain.data.loading import check_dataset, check_samples, open_samples
+from cotrain.data.manifest import Manifest, Shard
 
 logger = logging.getLogger(__name__)
 
@@ -91,40 +95,79 @@ def _find_missing(args: ModelArguments) -> dict[str, Path]:
 
 def _fetch(args: ModelArguments, missing: dict[str, Path], path: Path, disable_tqdm: bool) -> None:
     """Download the archive to `path`, verify it, and unpack the missing folders."""
-    address = public_address(args.dataset_url)
+
+    def check() -> None:
+        for name, folder in folders.items():
+            if not (folder / _MARKS[name]).is_file():
+                raise ArchiveError(f"it lacks {name}/{_MARKS[name]}")
+        if DATASET in folders:
+            check_dataset(folders[DATASET])
+
+    with contextlib.ExitStack() as stack:
+        # The first folder entered is completed last: a complete dataset always has its tokenizer.
+        folders = {
+            name: stack.enter_context(new_folder(folder, "--dataset_url", replaceable=(_MARKS[name],)))
+            for name, folder in missing.items()
+        }
+        digest = _fetch_archive(args, path, folders, check, math.inf, disable_tqdm)
+        if DATASET in folders:
+            (folders[DATASET] / RECEIPT).write_text(f"{digest}\n", encoding="utf-8")
+    logger.info(f"The data is in {' and '.join(map(str, missing.values()))}")
+
+
+def fetch_shard(args: DatasetArguments, shard: Shard, manifest: Manifest) -> None:
+    """Download a shard from beside the archive of the manifest, check it, and put its file into the dataset's folder.
+
+    :raises UserError: if it is not available, or is not what the manifest says
+    """
+    target = Path(args.dataset_path, shard.file)
+    shard_args = replace(args, dataset_url=urljoin(args.dataset_url, shard.name), dataset_sha256=shard.sha256)
+    shard_args.adopted, shard_args.near = args.adopted, args.near
+    with new_file(target) as temporary:
+        file = temporary.parent / shard.file
+
+        def check() -> None:
+            if (size := file.stat().st_size) != shard.unpacked:
+                raise ValueError(f"{size} bytes instead of {shard.unpacked}")
+            table = open_samples([file], manifest.objective, shard.samples)
+            check_samples(table, manifest.max_seq_length, manifest.vocab_size)
+
+        path = target.with_name(f".{target.name}.download")
+        _fetch_archive(shard_args, path, {DATASET: temporary.parent}, check, shard.bytes, disable_tqdm=True)
+        file.replace(temporary)
+
+
+def _fetch_archive(
+    args: ModelArguments, path: Path, folders: dict[str, Path], check: Callable[[], None], limit: float,
+    disable_tqdm: bool,
+) -> str:  # fmt: skip
+    """Download the archive to `path`, of at most `limit` bytes, verify, unpack and check it; return its SHA-256."""
+    address, is_adopted = public_address(args.dataset_url), "dataset_url" in args.adopted
+    limit = min(limit, MAX_BYTES if is_adopted else math.inf)
     with requests.Session() as session:
         session.max_redirects = 10
-        session.trust_env = "dataset_url" not in args.adopted  # a password in .netrc, or a proxy, which checks nothing
+        session.trust_env = not is_adopted  # a password in .netrc, or a proxy, which checks nothing
         for scheme in ("http://", "https://"):
-            session.mount(scheme, GuardedAdapter(args.near if "dataset_url" in args.adopted else None))
-        digest = _download(session, args, path, disable_tqdm)
+            session.mount(scheme, GuardedAdapter(args.near if is_adopted else None))
+        digest = _download(session, args, path, limit, disable_tqdm)
     if args.dataset_sha256 is None:
         remedy = f"compare its SHA-256 with the organiser's, and pass it as --dataset_sha256: {digest}"
         logger.warning(f"Could not verify the archive at {address}: {remedy}")
     logger.info("Unpacking")
     try:
-        with contextlib.ExitStack() as stack:
-            # The first folder entered is completed last: a complete dataset always has its tokenizer.
-            folders = {
-                name: stack.enter_context(new_folder(folder, "--dataset_url", replaceable=(_MARKS[name],)))
-                for name, folder in missing.items()
-            }
-            unpack_archive(path, folders)
-            for name, folder in folders.items():
-                if not (folder / _MARKS[name]).is_file():
-                    raise ArchiveError(f"it lacks {name}/{_MARKS[name]}")
-            if DATASET in folders:
-                try:
-                    check_samples(folders[DATASET])
-                except Exception as error:  # of any kind, since a stranger has written all of it
-                    raise ArchiveError(f"its samples are damaged ({first_line(error)})") from None
-                (folders[DATASET] / RECEIPT).write_text(f"{digest}\n", encoding="utf-8")
+        unpack_archive(path, folders)
+        try:
+            check()
+        except ArchiveError:
+            raise
+        except Exception as error:  # of any kind, since a stranger has written all of it
+            raise ArchiveError(f"its samples are damaged ({first_line(error)})") from None
     except ArchiveError as error:
         path.unlink()
         what = f"{address} is not an archive from tokenize_wikitext103.py --archive: {error}"
         raise UserError(f"--dataset_url: {what}; ask the organiser for the address of that archive") from None
     path.unlink()
-    logger.info(f"The data is in {' and '.join(map(str, missing.values()))}")
+    return digest
 
 
 def public_address(url: str) -> str:
@@ -132,7 +175,7 @@ def public_address(url: str) -> str:
     return parse_url(url)._replace(auth=None, query=None, fragment=None).url
 
 
-def _download(session: requests.Session, args: ModelArguments, path: Path, disable_tqdm: bool) -> str:
+def _download(session: requests.Session, args: ModelArguments, path: Path, limit: float, disable_tqdm: bool) -> str:
     """Download the archive, and resume a partial file at `path` if the SHA-256 is known; return the SHA-256.
 
     :raises TemporaryError: after too many attempts
@@ -143,7 +186,7 @@ def _download(session: requests.Session, args: ModelArguments, path: Path, disab
     for _ in range(MAX_TRIES):
         start = path.stat().st_size if expected is not None and path.exists() else 0
         try:
-            is_resumed = _receive(session, args, path, start, disable_tqdm)
+            is_resumed = _receive(session, args, path, start, limit, disable_tqdm)
         except TransientError as transient:
             error, size = transient, path.stat().st_size if path.exists() else 0
             if size > most:  # no reset if each attempt fails at the same offset
@@ -160,13 +203,15 @@ def _download(session: requests.Session, args: ModelArguments, path: Path, disab
         path.unlink()
         mismatches += 1
         if mismatches == 2 or not is_resumed:
-            what = f"{address} has SHA-256 {digest}, but --dataset_sha256 says {expected}"
+            what = f"{address} has SHA-256 {digest} instead of {expected}"
             raise UserError(f"--dataset_url: {what}; ask the organiser which is right")
         logger.warning("The resumed download does not match the SHA-256")
     raise TemporaryError(f"--dataset_url: {address} cannot be downloaded ({error}); try again later")
 
 
-def _receive(session: requests.Session, args: ModelArguments, path: Path, start: int, disable_tqdm: bool) -> bool:
+def _receive(
+    session: requests.Session, args: ModelArguments, path: Path, start: int, limit: float, disable_tqdm: bool
+) -> bool:
     """Try once to receive the archive from byte `start` on; return whether a partial file was resumed.
 
     The messages of requests and urllib3 quote the whole address, so no error message contains them.
@@ -188,7 +233,7 @@ def _receive(session: requests.Session, args: ModelArguments, path: Path, start:
                 raise UserError(f"--dataset_url: {address} answers with status {status}; {remedy}")
             if status != 416:  # nothing is missing, or it is another file: the SHA-256 shows which
                 start = start if status == 206 else 0
-                _write(response.raw, path, start, args, disable_tqdm)
+                _write(response.raw, path, start, args, limit, disable_tqdm)
             return start > 0
     except (requests.ConnectionError, requests.Timeout, urllib3.exceptions.HTTPError) as error:
         cause = error
@@ -200,12 +245,14 @@ def _receive(session: requests.Session, args: ModelArguments, path: Path, start:
         raise UserError(f"--dataset_url: {address} cannot be requested ({type(error).__name__}); {remedy}") from None
 
 
-def _write(body: urllib3.BaseHTTPResponse, path: Path, start: int, args: ModelArguments, disable_tqdm: bool) -> None:
+def _write(
+    body: urllib3.BaseHTTPResponse, path: Path, start: int, args: ModelArguments, limit: float, disable_tqdm: bool
+) -> None:
     """Write the body of a response to a file, after the first `start` bytes."""
     missing = body.length_remaining
     size = None if missing is None else start + missing
     verb = f"Resuming at {start / 1e6:,.1f} MB:" if start else "Downloading"
-    address, limit = public_address(args.dataset_url), MAX_BYTES if "dataset_url" in args.adopted else math.inf
+    address = public_address(args.dataset_url)
     logger.info(f"{verb} {address}{'' if size is None else f', {size / 1e6:,.1f} MB'}")
     check_space(path.parent, missing or 0)
     with (
@@ -220,7 +267,7 @@ def _write(body: urllib3.BaseHTTPResponse, path: Path, start: int, args: ModelAr
         while block := body.read1(BLOCK, decode_content=False):
             if max(size or 0, file.tell() + len(block)) > limit:
                 path.unlink()
-                text = f"has more than {limit / 1e9:.0f} GB: refused; if you want it, pass the address yourself"
+                text = f"has more than {limit / 1e9:.3g} GB: refused; if you want it, pass the address yourself"
                 raise UserError(f"--dataset_url: {address} {text}")
             check_space(path.parent, len(block))
             file.write(block)

@@ -1,5 +1,6 @@
 """Loading of the prepared data in trainers and evaluators."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,51 +16,59 @@ from cotrain.models.objectives import SPLITS
 from cotrain.models.vocabulary import tokenizer_sha256, vocabulary_size
 
 
-def load_datasets(dataset_path: str | Path) -> dict[str, Dataset]:
-    """Load the splits "train" and "validation"; UserError if one is missing, damaged, or not as in the manifest."""
+def load_datasets(dataset_path: str | Path, splits: Iterable[str] = SPLITS) -> dict[str, Dataset]:
+    """Load splits; UserError if one is missing, damaged, or not as in the manifest."""
     manifest = Manifest.load(dataset_path)
     try:
-        return {split: Dataset(_open_split(dataset_path, split, manifest), fingerprint=split) for split in SPLITS}
+        return {split: Dataset(_open_split(dataset_path, split, manifest), fingerprint=split) for split in splits}
     except Exception as error:  # an interrupted copy raises anything from OSError to ArrowInvalid
         raise UserError(f"--dataset_path: '{dataset_path}' is damaged ({first_line(error)}); {REMEDY}") from error
 
 
 def _open_split(dataset_path: str | Path, split: str, manifest: Manifest) -> Table:
-    """Map the Arrow files of a split into memory.
+    # Not all .arrow: whoever shuffles a split with `datasets` leaves cache-….arrow beside its files.
+    files = sorted(Path(dataset_path, split).glob("data*.arrow"))
+    return open_samples(files, manifest.objective, manifest.splits[split]["instances"])
+
+
+def open_samples(files: Iterable[Path], objective: str, num_samples: int) -> Table:
+    """Map Arrow files into memory; ValueError if they have other columns or another number of samples.
 
     The columns have the types of the objective. The files' metadata and the JSON files beside them, which could name
     other types and files, are not read: `datasets` opens the paths and URLs in a column of images.
     """
-    # Not all .arrow: whoever shuffles a split with `datasets` leaves cache-….arrow beside its files.
-    files = sorted(Path(dataset_path, split).glob("data*.arrow"))
     table = concat_tables([MemoryMappedTable.from_file(str(file)).replace_schema_metadata(None) for file in files])
-    table = table.select(SCHEMAS[manifest.objective].names)
-    if table.schema != SCHEMAS[manifest.objective]:
-        raise ValueError(f"split '{split}': the columns have other types")
-    if len(table) != manifest.splits[split]["instances"]:
-        raise ValueError(f"split '{split}': {len(table)} samples")
+    table = table.select(SCHEMAS[objective].names)
+    if table.schema != SCHEMAS[objective]:
+        raise ValueError("the columns have other types")
+    if len(table) != num_samples:
+        raise ValueError(f"{len(table)} samples instead of {num_samples}")
     return table
 
 
-def check_samples(dataset_path: str | Path) -> None:
-    """Check all samples of data from a stranger; ValueError or UserError if a model could not train on one.
+def check_dataset(dataset_path: str | Path) -> None:
+    """Check all samples beside the manifest; ValueError or UserError if a model could not train on one."""
+    manifest = Manifest.load(dataset_path)
+    for split in SPLITS[bool(manifest.shards) :]:
+        check_samples(_open_split(dataset_path, split, manifest), manifest.max_seq_length, manifest.vocab_size)
+
+
+def check_samples(table: Table, max_seq_length: int, vocab_size: int) -> None:
+    """Raise ValueError if a model could not train on one of the samples.
 
     WikiText-103, 118 million tokens, takes 0.1 s if it is in the page cache.
     """
-    manifest = Manifest.load(dataset_path)
-    for split in SPLITS:
-        table = _open_split(dataset_path, split, manifest).table
-        table.validate(full=True)
-        for batch in filter(len, table.to_batches()):
-            lengths = batch["input_ids"].value_lengths()
-            _check_bounds("lengths", lengths, 1, manifest.max_seq_length)
-            for name in batch.schema.names:
-                values = batch[name]
-                if pa.types.is_list(values.type):
-                    if values.value_lengths() != lengths:
-                        raise ValueError(f"the sequences of {name} have other lengths than input_ids")
-                    values = values.flatten()
-                _check_bounds(name, values, 0, manifest.vocab_size - 1 if name == "input_ids" else 1)
+    table.table.validate(full=True)
+    for batch in filter(len, table.table.to_batches()):
+        lengths = batch["input_ids"].value_lengths()
+        _check_bounds("lengths", lengths, 1, max_seq_length)
+        for name in batch.schema.names:
+            values = batch[name]
+            if pa.types.is_list(values.type):
+                if values.value_lengths() != lengths:
+                    raise ValueError(f"the sequences of {name} have other lengths than input_ids")
+                values = values.flatten()
+            _check_bounds(name, values, 0, vocab_size - 1 if name == "input_ids" else 1)
 
 
 def _check_bounds(name: str, values: pa.Array, low: int, high: int) -> None:

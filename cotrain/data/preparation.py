@@ -1,6 +1,8 @@
-"""Preparation of the data: tokenize and pack documents in several processes, and save the dataset."""
+"""Preparation of the data: tokenize and pack documents in several processes, and save the dataset or its shards."""
 
+import contextlib
 import gc
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
@@ -12,53 +14,114 @@ from datasets import Dataset, DatasetDict
 from datasets.table import MemoryMappedTable
 from tqdm.auto import tqdm
 
+from cotrain.common.atomic_files import temporary_folder
 from cotrain.common.errors import UserError
-from cotrain.data.corpus import Documents
+from cotrain.common.json_file import JsonLinesFile, read_records
+from cotrain.data.archive import DATASET, write_archive
+from cotrain.data.corpus import Corpus, Documents
 from cotrain.data.encoding import TextEncoder
-from cotrain.data.manifest import Manifest
+from cotrain.data.loading import check_samples, open_samples
+from cotrain.data.manifest import Manifest, Shard
 from cotrain.data.packing import SCHEMAS, PackingConfig, PackingStats, build_samples, group_documents
 from cotrain.data.tokenizers import load_tokenizer
+from cotrain.models.vocabulary import vocabulary_size
 from peerstep.processes import leave_with_parent
 
 
-def tokenize_corpus(
-    corpus: dict[str, Documents], tokenizer: Path, config: PackingConfig, num_proc: int, work: Path, folder: Path
-) -> dict[str, dict[str, int]]:
-    """Tokenize and pack all splits, and save them in a folder that `datasets.load_from_disk` opens.
-
-    :param tokenizer: folder with the tokenizer
-    :param work: folder for intermediate files
-    :returns: for each split, the fields of `PackingStats`
-    """
-    splits, dataset = {}, DatasetDict()
+@contextlib.contextmanager
+def open_pool(num_proc: int) -> Iterator[Callable]:
+    """Yield a `map` that runs in worker processes."""
     pool = ProcessPoolExecutor(num_proc, initializer=begin_worker)
-    map_tasks = map if num_proc == 1 else pool.map
     try:
-        for split, documents in corpus.items():
-            numbers = group_documents(documents.lengths)
-            groups = [documents.select(group) for group in numbers]
-            results = map_tasks(partial(tokenize_group, split, str(tokenizer), config), numbers, groups)
-            stats, path = PackingStats(), work / f"{split}.samples"
-            with (
-                pa.OSFile(str(path), "wb") as file,
-                pa.ipc.new_stream(file, SCHEMAS[config.objective]) as writer,
-                tqdm(desc=f"Tokenizing {split}", total=documents.lengths.sum(), unit=" chars", unit_scale=True) as bar,
-            ):
-                for group, (samples, group_stats) in zip(groups, results, strict=True):
-                    writer.write_table(samples)
-                    stats += group_stats
-                    bar.update(group.lengths.sum())
-            if not stats.instances:
-                what = f"the {split} text ({stats.documents} documents)"
-                raise UserError(f"{what} is too short for one sample; pass a longer text")
-            splits[split] = asdict(stats)
-            dataset[split] = Dataset(MemoryMappedTable.from_file(str(path)), fingerprint=split)
+        yield map if num_proc == 1 else pool.map
     except BrokenProcessPool:
         raise UserError("a worker process has died (out of memory?); pass a lower --num_proc") from None
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def save_dataset(
+    corpus: dict[str, Corpus], tokenizer: Path, config: PackingConfig, num_proc: int, work: Path, folder: Path,
+    archive: Path | None = None,
+) -> tuple[dict[str, dict[str, int]], list[Shard]]:  # fmt: skip
+    """Tokenize and pack all splits, and save them in a folder that `datasets.load_from_disk` opens.
+
+    :param tokenizer: folder with the tokenizer
+    :param work: folder for intermediate files
+    :param archive: write shards of the training text beside this file, and not into the folder
+    :returns: for each split, the fields of `PackingStats`; and the shards
+    """
+    splits, shards, dataset = {}, [], DatasetDict()
+    with open_pool(num_proc) as map_tasks:
+        write = partial(_write_samples, map_tasks, tokenizer, config)
+        for split, parts in corpus.items():
+            if archive is not None and split == "train":
+                stats, shards = _write_shards(write, parts, work, archive)
+            else:
+                path = work / f"{split}.samples"
+                stats = write(split, parts, 0, path)
+                dataset[split] = Dataset(MemoryMappedTable.from_file(str(path)), fingerprint=split)
+            if not stats.instances:
+                what = f"the {split} text ({stats.documents} documents)"
+                raise UserError(f"{what} is too short for one sample; pass a longer text")
+            splits[split] = asdict(stats)
     dataset.save_to_disk(folder)
-    return splits
+    return splits, shards
+
+
+def _write_shards(
+    write: Callable[..., PackingStats], parts: Corpus, work: Path, archive: Path
+) -> tuple[PackingStats, list[Shard]]:
+    """Pack each part of the training text into an archive; those in the log in `work` are finished."""
+    log, total, shards = JsonLinesFile(work / "shards.jsonl"), PackingStats(), []
+    finished = {record["number"]: record for record in read_records(log.path, "number")}
+    for number, part in enumerate(parts):
+        path = archive.with_name(f"{archive.name.removesuffix('.gz').rpartition('.')[0]}-{number:05d}.tar.gz")
+        record = finished.get(number)
+        if record is None or not path.exists():
+            with temporary_folder(work / "train") as unpacked:
+                file = unpacked / f"data-{number:05d}.arrow"
+                stats = write("train", [part], total.documents, file)
+                record = {"number": number, "stats": asdict(stats), "unpacked": file.stat().st_size}
+                record["sha256"] = write_archive(path, {f"{DATASET}/train": unpacked})
+            log.write(record)
+        total += (stats := PackingStats(**record["stats"]))
+        if stats.instances:
+            shards.append(Shard(path.name, record["sha256"], path.stat().st_size, record["unpacked"], stats.instances))
+    return total, shards
+
+
+def _write_samples(
+    map_tasks: Callable, folder: Path, config: PackingConfig, split: str, parts: Iterable[Documents], first: int,
+    path: Path,
+) -> PackingStats:  # fmt: skip
+    """Write the samples of parts of a split to an Arrow file.
+
+    :param folder: with the tokenizer
+    :param first: number of their first document within the split
+    """
+    stats, tokenize = PackingStats(), partial(tokenize_group, split, str(folder), config)
+    tokenizer = open_encoder(str(folder)).tokenizer  # the workers inherit it
+    with (
+        pa.OSFile(str(path), "wb") as file,
+        pa.ipc.new_stream(file, SCHEMAS[config.objective]) as writer,
+        tqdm(desc=f"Tokenizing {split}", unit=" chars", unit_scale=True) as progress,
+    ):
+        for documents in parts:
+            groups = group_documents(documents.lengths)
+            numbers = [range(first + group.start, first + group.stop) for group in groups]
+            first += len(documents)
+            groups = [documents.select(group) for group in groups]
+            for group, (samples, group_stats) in zip(groups, map_tasks(tokenize, numbers, groups), strict=True):
+                writer.write_table(samples)
+                stats += group_stats
+                progress.update(group.lengths.sum())
+    try:
+        table = open_samples([path], config.objective, stats.instances)
+        check_samples(table, config.max_seq_length, vocabulary_size(tokenizer))
+    except ValueError as error:
+        raise UserError(f"--tokenizer does not keep to its vocabulary ({error}); choose another one") from None
+    return stats
 
 
 def tokenize_group(

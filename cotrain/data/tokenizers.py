@@ -14,11 +14,11 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from cotrain.common.errors import UserError
-from cotrain.data.corpus import Documents
+from cotrain.data.corpus import Corpus
 from cotrain.data.encoding import TextEncoder
 from cotrain.models.objectives import OBJECTIVES
 
-MIN_CHARS, MAX_LOSS = 50_000, 0.01  # of the text that a tokenizer is tried on
+MIN_CHARS, MAX_CHARS, MAX_LOSS = 50_000, 10_000_000, 0.01  # of the text that a tokenizer is tried on
 _POINTER = b"version https://git-lfs"
 # As published tokenizers write them
 _SPECIAL_TOKENS = {
@@ -109,13 +109,17 @@ def _count_chars(texts: list[str]) -> Counter[str]:
     return Counter(itertools.chain.from_iterable("".join(unicodedata.normalize("NFKC", x).split()) for x in plain))
 
 
-def check_losses(encoder: TextEncoder, corpus: dict[str, Documents], seed: int, flag: str, is_allowed: bool) -> None:
-    """Print what the tokenizer, from `flag`, loses of MIN_CHARS of each split, or of 1 % of it if that is more.
+def check_losses(encoder: TextEncoder, corpus: dict[str, Corpus], seed: int, flag: str, is_allowed: bool) -> None:
+    """Print what the tokenizer, from `flag`, loses of 1 % of each split, at least MIN_CHARS and at most MAX_CHARS.
 
     :raises UserError: if that is more than MAX_LOSS of the characters or tokens, and not allowed
     """
     tokenizer = encoder.tokenizer
-    samples = (x.sample(max(MIN_CHARS, x.lengths.sum() // 100), seed) for x in corpus.values())
+    samples = (
+        part.sample(min(max(MIN_CHARS, part.lengths.sum() // 100), MAX_CHARS // len(parts)), seed)
+        for parts in corpus.values()
+        for part in parts
+    )
     # WikiText has <unk> itself. On one line, the encoder has its fast way, which leaves the words to the workers.
     unknown = tokenizer.unk_token or ""
     texts = [" ".join(text.replace(unknown, "").split()) for text in itertools.chain.from_iterable(samples)]

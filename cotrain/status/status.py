@@ -50,6 +50,7 @@ class TrainerStatus:
     samples_per_second: float = 0.0
     loss: float | None = None  # local loss of the newest global step; None before the first one
     first_loss: float | None = None  # the same of the first one
+    data: str = ""  # position in the samples, and the shards that are here
 
     @property
     def applied_fraction(self) -> float | None:
@@ -105,6 +106,7 @@ def describe_status(status: TrainerStatus) -> list[tuple[str, str]]:
         ("Last miss", "none" if s.last_miss is None else f"#{s.last_miss[0]}: {s.last_miss[1]}"),
         ("Trainers", f"{s.num_trainers:,}{rank}, {s.samples_per_second:.1f} samples/s"),
         ("Local loss", "not known yet" if s.loss is None else f"{s.loss:.3f}, {s.first_loss:.3f} at first"),
+        *([("Data", s.data)] if s.data else []),
         *([] if s.page is None else [("Curves", s.page)]),
         *([] if s.end_time is None else [("Run ends", describe_end(s.end_time))]),
     ]

@@ -45,6 +45,7 @@ class StatusKeeper(PeriodicThread):
         super().__init__(WRITE_SECONDS)
         self.folder, self.optimizer, self.args = folder, optimizer, args
         self.loss_meter, self.should_stop = loss_meter, should_stop
+        self.describe_data: Callable[[], str] = str
         end_time = None if args.ends_at is None else args.end_time
         run = args.run_id, optimizer.target_batch_size, args.page, end_time
         self._status = TrainerStatus(name, *run, started_at=time.time())
@@ -115,7 +116,7 @@ class StatusKeeper(PeriodicThread):
         status, tracker = self._status, self.optimizer.tracker
         own, others = tracker.local_progress, tracker.live_trainers
         rate, seconds = own.samples_per_second, tracker.seconds_to_step
-        status.time = time.time()
+        status.time, status.data = time.time(), self.describe_data()
         status.step, status.next_step = own.completed, own.epoch + 1
         status.seconds_to_next = seconds if seconds < MAX_SECONDS_TO_STEP else None
         status.all_samples = tracker.estimate()[0]  # with at most one target batch of each trainer

@@ -13,6 +13,7 @@ from cotrain.arguments import ModelArguments
 from cotrain.common.errors import UserError
 from cotrain.data.download import fetch_data
 from cotrain.data.loading import load_datasets, load_manifest
+from cotrain.data.shards import ShardedSamples
 from cotrain.data.tokenizers import load_tokenizer
 from cotrain.models.model import get_objective, initialize_model, load_config, load_pretrained, max_tokens
 from cotrain.models.objectives import OBJECTIVES
@@ -57,7 +58,9 @@ class TextTask(Task):
                 f"--seq_length {length}: the data has sequences of {manifest.max_seq_length} tokens; drop the flag, "
                 f"or make other data with ./tokenize_wikitext103.py --max_seq_length {length}"
             )
-        return load_datasets(self.args.dataset_path)[split]
+        if split == "train" and manifest.shards:
+            return ShardedSamples(self.args, manifest)
+        return load_datasets(self.args.dataset_path, [split])[split]
 
     def collate(self, samples: list[dict]) -> Batch:
         """Pad samples to a multiple of 8 tokens, and for masked LM select the tokens to predict.

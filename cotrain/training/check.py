@@ -28,6 +28,7 @@ from cotrain.common.atomic_files import lock_folder
 from cotrain.common.diagnosis import diagnose
 from cotrain.common.errors import UserError, describe
 from cotrain.common.signals import StopSignal
+from cotrain.data.sampler import PeerSampler
 from cotrain.dht.run_records import record_schemas
 from cotrain.peer.addresses import peer_id_in
 from cotrain.peer.peer import open_peer
@@ -111,10 +112,16 @@ def check_all(command_line: CommandLine, stop: StopSignal) -> Iterator[Finding]:
                 yield Finding("joining", f"this peer is in run {peer_args.run_id}")
                 for peer_id in map(peer_id_in, initial_peers):
                     yield attempt(str(peer_id), partial(check_peer, peer.dht, peer_id, peer_args.client_mode))
+                path, peer_id = Path(args.training.output_dir, "samples.json"), str(peer.dht.peer_id)
+                sampler = PeerSampler(work.samples, peer_id, args.training.seed, path=path, should_stop=stop.is_set)
+                sampler.file = None  # the samples of these checks are not used up
                 for size in sorted({1, args.training.per_device_train_batch_size}):
-                    yield (finding := attempt("device", partial(measure_device, work, args.training, size, stop)))
+                    measure = partial(measure_device, work, args.training, size, stop, sampler)
+                    yield (finding := attempt("device", measure))
                     if finding.advice:
                         break
+                if sampler.cache is not None:
+                    yield Finding("shards", sampler.cache.describe())
                 yield attempt("state", partial(measure_download, work.model, peer, args))
                 yield check_rounds(peer.dht, work.num_parameters(only_trainable=True), peer_args)
     except UserError as error:
@@ -202,7 +209,9 @@ class Deadline(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def measure_device(work: Workload, args: LocalTrainingArguments, size: int, stop: StopSignal) -> str:
+def measure_device(
+    work: Workload, args: LocalTrainingArguments, size: int, stop: StopSignal, sampler: PeerSampler
+) -> str:
     """Compute one micro-batch, then if it has the size of training some seconds of others, and return the speed.
 
     :raises UserError: if one takes too long; SystemExit after a signal
@@ -211,7 +220,7 @@ def measure_device(work: Workload, args: LocalTrainingArguments, size: int, stop
     limit, task = DEVICE_SECONDS if size == args.per_device_train_batch_size else 0.0, f"a micro-batch of {size}"
     started = time.monotonic()
     try:
-        for number, batch in enumerate(DataLoader(work.samples, size, shuffle=True, collate_fn=work.task.collate)):
+        for number, batch in enumerate(DataLoader(work.samples, size, sampler=sampler, collate_fn=work.task.collate)):
             batch = send_to_device(batch, device)
             with Deadline(stop, f"{device}: {task}") if number == 0 and not args.torch_compile else nullcontext():
                 with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):

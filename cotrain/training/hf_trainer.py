@@ -1,21 +1,20 @@
 """transformers' Trainer for a collaboration, with the workarounds that it needs."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from datasets import Dataset
 from hivemind.utils import get_logger
 from torch.optim.lr_scheduler import MultiplicativeLR
-from torch.utils.data import RandomSampler, Sampler
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from cotrain.arguments import LocalTrainingArguments
 from cotrain.common.errors import UserError
+from cotrain.data.sampler import PeerSampler
 from cotrain.models.model import derive_seed
 from cotrain.status.loss_meter import LossMeter
 from cotrain.task import Task
-from peerstep.optimizer import CollaborativeOptimizer
 
 logger = get_logger(__name__)
 
@@ -24,35 +23,6 @@ _ENDLESS = 2**31 - 1
 # Flags of a trainer that are transformers' arguments of the same name
 _HANDED_ON = ("output_dir", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate",
               "dataloader_num_workers", "logging_steps", "logging_first_step", "save_steps")  # fmt: skip
-
-
-class PeerSampler(Sampler):
-    """Samples in a random order that differs between peers.
-
-    The order of a pass depends on the peer ID, the seed, the global step at its begin, and its number.
-
-    :param length: number of samples in the data
-    :param optimizer: its `local_epoch` is the global step
-    :param batch_size_per_step: samples of a local step. The length of a pass is a multiple of it: a pass omits the
-        last samples of its order or, if the data has fewer samples, repeats some. The Trainer would make a local step
-        of the remainder at the end of a pass, which hivemind's optimizer would count as a full one.
-    """
-
-    def __init__(
-        self, length: int, peer_id: str, seed: int, optimizer: CollaborativeOptimizer, batch_size_per_step: int = 1
-    ):
-        self.length, self.peer_id, self.seed, self.optimizer = length, peer_id, seed, optimizer
-        self.pass_length = max(1, length // batch_size_per_step) * batch_size_per_step
-        self.num_passes = 0
-
-    def __len__(self) -> int:
-        return self.pass_length
-
-    def __iter__(self) -> Iterator[int]:
-        seed = derive_seed(self.peer_id, self.seed, self.optimizer.local_epoch, self.num_passes)
-        self.num_passes += 1
-        # Not the base class: accelerate replaces a RandomSampler by one of its own.
-        yield from RandomSampler(range(self.length), False, self.pass_length, torch.Generator().manual_seed(seed))
 
 
 class TaskLoss(torch.nn.Module):
@@ -150,7 +120,7 @@ def build_training_arguments(args: LocalTrainingArguments, peer_id: str) -> Trai
         dataloader_drop_last=True,  # each local step reports the same number of samples
         remove_unused_columns=False,  # the collator needs special_tokens_mask
         seed=derive_seed(peer_id, args.seed) % 2**32,  # of masks and dropout; numpy takes 32 bits
-        ignore_data_skip=True,  # PeerSampler begins a new order after a restart
+        ignore_data_skip=True,  # PeerSampler continues its order after a restart
         logging_nan_inf_filter=False,  # the filter would hide a NaN or Inf loss
         save_strategy="no",  # CollaborativeCallback saves the training state, as run_custom_trainer.py does
         disable_tqdm=True,

@@ -189,6 +189,7 @@ def test_what_is_no_endpoint_is_refused(endpoint):
         ("run_trainer.py", "--initial_peers /ip4/203.0.113.1/tcp/80", "PEER_ID"),
         ("run_trainer.py", f"--use_ipfs --initial_peers {PEER}", "--use_ipfs"),
         ("run_trainer.py", "--dataset_url ftp://example.org/data.tar.gz", "--dataset_url"),
+        ("run_trainer.py", "--data_cache 2", "--data_cache must be a size such as 256MB or 2GB, got '2'"),
         ("run_trainer.py", "--dataset_url https://example.org:99999/data.tar.gz", "--dataset_url"),
         ("run_trainer.py", f"--dataset_sha256 {'0' * 64}", "--dataset_url"),
         ("run_trainer.py", f"--dataset_url https://example.org/data.tar.gz --dataset_sha256 {'0' * 63}", "64 hex"),

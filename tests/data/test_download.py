@@ -432,7 +432,8 @@ def test_an_archive_that_the_run_has_chosen_has_a_limit(args, host, folders, mon
     monkeypatch.setattr(fetch, "MAX_BYTES", 250_000)
     host.script, address = [method], args.dataset_url
     chosen_by_the_run(args, "127.0.0.1")
-    assert "has more than 0 GB: refused; if you want it, pass the address yourself" in fail(args, leftovers=set())
+    message = "has more than 0.00025 GB: refused; if you want it, pass the address yourself"
+    assert message in fail(args, leftovers=set())
     args.adopted, args.dataset_url = frozenset(), address
     host.script = [method]
     fetch_data(args)

@@ -6,7 +6,9 @@ import gzip
 import io
 import json
 import lzma
+import math
 import os
+import tempfile
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +20,7 @@ from pyarrow import parquet
 
 from cotrain.common.errors import UserError
 from cotrain.data import sources
-from cotrain.data.corpus import read_corpus
+from cotrain.data.corpus import Corpus, Source, open_corpus, read_corpus
 from cotrain.data.sources import open_dataset, open_files
 
 DOCUMENTS = ["A café, said “he”.\nIt costs 5 €.", "def f(x):\n    return x", "Three", "Four"]
@@ -39,6 +41,12 @@ def to_parquet(columns: dict) -> bytes:
     return buffer.getvalue()
 
 
+def read_parts(source: Source, work: Path, part_chars: float = math.inf) -> dict[str, Corpus]:
+    text = Path(tempfile.mkdtemp(dir=work))
+    read_corpus(source, text, part_chars)
+    return open_corpus(source, text, 0.1, seed=0)
+
+
 def read(folder: Path, name: str, column: str = "text", encoding: str | None = None) -> list[str]:
     """Return the documents of a file, a wildcard or a folder."""
     work = folder.parent / f"{folder.name}.work"
@@ -47,7 +55,8 @@ def read(folder: Path, name: str, column: str = "text", encoding: str | None = N
         source = open_dataset(str(folder / name), None, None, str(work), column, encoding)
     else:
         source = open_files(str(folder / name), work, column, encoding)
-    return [text for documents in read_corpus(source, work, 0.1, seed=0).values() for text in documents.read()]
+    corpus = read_parts(source, work)
+    return [text for parts in corpus.values() for documents in parts for text in documents.read()]
 
 
 def write(folder: Path, files: dict[str, bytes]) -> None:
@@ -160,7 +169,7 @@ def test_what_a_row_is_can_be_said(tmp_path, has_lines, documents):
     write(tmp_path, {"t.txt": b"a\nb\n\nc"})
     source = open_files(str(tmp_path / "t.txt"), tmp_path, "text", None)
     source = source if has_lines is None else replace(source, has_lines=has_lines)
-    corpus = read_corpus(source, tmp_path, 0.1, seed=0)
+    corpus = {split: next(iter(parts)) for split, parts in read_parts(source, tmp_path).items()}
     assert sorted(text for part in corpus.values() for text in part.read()) == documents
 
 
@@ -169,7 +178,7 @@ def test_a_pipe_is_read_once(tmp_path):
     os.write(writer, TEXT.encode())
     os.close(writer)
     source = open_files(f"/dev/fd/{reader}", tmp_path, "text", None)
-    corpus = read_corpus(source, tmp_path, 0.1, seed=0)
+    corpus = {split: next(iter(parts)) for split, parts in read_parts(source, tmp_path).items()}
     os.close(reader)
     assert sorted(text for documents in corpus.values() for text in documents.read()) == sorted(DOCUMENTS)
 

@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 import tokenize_wikitext103
 from cotrain.arguments import ModelArguments
 from cotrain.common.errors import UserError
-from cotrain.data.loading import check_samples, load_datasets, load_manifest
+from cotrain.data import preparation
+from cotrain.data.loading import check_dataset, load_datasets, load_manifest
 from cotrain.data.tokenizers import load_tokenizer
-from cotrain.models import vocabulary
 from cotrain.models.config import find_model_classes
 from cotrain.models.model import load_config, max_tokens, set_special_tokens
 from cotrain.models.vocabulary import vocabulary_size
@@ -63,7 +63,7 @@ def test_vocabulary_with_repeated_lines_or_gaps(make, objective, size, tmp_path)
     manifest = tokenize_wikitext103.prepare(TokenizationArguments(**paths, **flags, allow_lost_text=True))
     tokenizer = load_tokenizer(paths["tokenizer_path"])
     assert len(tokenizer) < vocabulary_size(tokenizer) == manifest.vocab_size == size
-    check_samples(paths["output_path"])
+    check_dataset(paths["output_path"])
     ids = {token for sample in load_datasets(paths["output_path"])["train"] for token in sample["input_ids"]}
     assert len(tokenizer) <= max(ids) < size
     model_type = "bert" if objective == "mlm" else "llama"
@@ -73,7 +73,7 @@ def test_vocabulary_with_repeated_lines_or_gaps(make, objective, size, tmp_path)
 
 
 def test_data_with_ids_outside_of_the_vocabulary_is_not_published(tmp_path, monkeypatch):
-    monkeypatch.setattr(vocabulary, "vocabulary_size", len)
+    monkeypatch.setattr(preparation, "vocabulary_size", len)
     flags = {"objective": "mlm", "tokenizer": str(repeated_lines(tmp_path / "published")), "max_seq_length": 64}
     paths = {"output_path": str(tmp_path / "data"), "tokenizer_path": str(tmp_path / "tokenizer")}
     paths |= {"cache_dir": str(tmp_path / "cache")}

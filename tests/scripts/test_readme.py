@@ -38,7 +38,7 @@ PLACEHOLDERS = [
     (r"(?<= )…", ""),  # more flags
 ]
 # Of other programs
-FLAGS_OF_OTHERS = {"--pids-limit", "--shm-size",
+FLAGS_OF_OTHERS = {"--pids-limit", "--shm-size", "--repo-type",
                    "--directory", "--to", "--local-dir", "--project", "--require-hashes", "--gpus",
                    "--instance-id", "--network", "--output", "--init", "--stop-timeout", "--quiet", "--depth", "--now",
                    "--disable-pip-version-check"}  # fmt: skip

@@ -61,10 +61,10 @@ RUNNING = SimpleNamespace(is_set=lambda: False)
 def test_device_computes_one_sample_and_then_micro_batches():
     work = Samples()
     assert re.fullmatch(
-        r"cpu: a micro-batch of 1 takes [\d.]+ s, [\d.]+ samples/s", measure_device(work, ARGS, 1, RUNNING)
+        r"cpu: a micro-batch of 1 takes [\d.]+ s, [\d.]+ samples/s", measure_device(work, ARGS, 1, RUNNING, range(16))
     )
     assert work.sizes == [1]
-    assert "a micro-batch of 4 takes" in measure_device(work, ARGS, 4, RUNNING)
+    assert "a micro-batch of 4 takes" in measure_device(work, ARGS, 4, RUNNING, range(16))
     assert work.sizes[0] == 1 and set(work.sizes[1:]) == {4}
     assert all(parameter.grad is None for parameter in work.model.parameters())
 
@@ -73,7 +73,7 @@ def test_device_computes_one_sample_and_then_micro_batches():
 def test_micro_batch_that_takes_too_long_ends(size, monkeypatch):
     """Mamba without its kernels took minutes."""
     monkeypatch.setattr(check, "BATCH_SECONDS", -1.0)
-    finding = attempt("device", partial(measure_device, Samples(), ARGS, size, RUNNING))
+    finding = attempt("device", partial(measure_device, Samples(), ARGS, size, RUNNING, range(16)))
     assert f"a micro-batch of {size} takes more than -1 s: choose a smaller model" in finding.line and finding.advice
 
 
@@ -85,7 +85,7 @@ def test_signal_ends_a_micro_batch_at_each_operation():
         answers = [False] * operations + [True] * 1000
         stop = SimpleNamespace(is_set=iter(answers).__next__)
         try:
-            attempt("device", partial(measure_device, work, LocalTrainingArguments(), 1, stop))
+            attempt("device", partial(measure_device, work, LocalTrainingArguments(), 1, stop, range(16)))
         except SystemExit:
             passes.append("stopped")
         else:

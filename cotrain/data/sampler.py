@@ -1,0 +1,151 @@
+"""Order of a peer's samples, which lasts across restarts."""
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterator, Sized
+from pathlib import Path
+
+import numpy as np
+from torch.utils.data import Sampler
+
+from cotrain.common.json_file import JsonFile
+from cotrain.models.model import derive_seed
+
+logger = logging.getLogger(__name__)
+
+BLOCK_STEPS = 32  # local steps whose samples are marked as used at a time
+POLL_SECONDS = 0.2
+PATIENCE = 20.0  # seconds of waiting for a shard, after which samples of others are repeated
+
+
+class PeerSampler(Sampler):
+    """Samples in a random order that differs between peers and passes: each once in a pass, also after restarts.
+
+    The order depends on the peer ID, the seed and the number of the pass. It is one of the shards, of which data that
+    is not in shards has one. With W shards in the window, a shard is divided among W stages: each stage mixes parts of
+    W shards, and needs one new shard. So the first stage needs one shard alone.
+
+    Samples are marked as used in blocks before they are used. After a restart, the rest of a block is left out until
+    the next pass; none is repeated.
+
+    :param batch_size_per_step: samples of a local step. The length of a pass is a multiple of it: a pass omits the
+        last samples of its order or, if the data has fewer samples, repeats some. The Trainer would make a local step
+        of the remainder at the end of a pass, which hivemind's optimizer would count as a full one.
+    :param path: file for the position. None: a restart begins the first pass again
+    :param should_stop: ends the process while it waits for a shard
+    """
+
+    def __init__(
+        self, samples: Sized, peer_id: str, seed: int, batch_size_per_step: int = 1, path: Path | None = None,
+        should_stop: Callable[[], bool] = bool,
+    ):  # fmt: skip
+        self.length, self.peer_id, self.seed, self.should_stop = len(samples), peer_id, seed, should_stop
+        self.step_size, self.file = batch_size_per_step, None if path is None else JsonFile(path)
+        self.pass_length = max(1, self.length // batch_size_per_step) * batch_size_per_step
+        self.cache = samples.open_cache() if hasattr(samples, "open_cache") else None
+        self.sizes = [self.length] if self.cache is None else [shard.samples for shard in self.cache.shards]
+        self.starts = [0, *itertools.accumulate(self.sizes)]
+        self.window = 1 if self.cache is None else self.cache.window
+        self.passes, self.position, self._marked = 0, 0, 0
+        if self.file is not None and (kept := self.file.load(lambda kept: tuple(map(int, kept)))):
+            self.passes, self.position, *data = kept
+            self._marked = self.position
+            if self.position >= self.pass_length or data != [self.length, self.window]:  # of another order
+                self.passes, self.position, self._marked = self.passes + 1, 0, 0
+        self.began, self.waited, self.num_repeated = time.monotonic(), 0.0, 0
+        self._order, self._last_shards = self._draw_order(self.passes), []
+        if self.cache is not None:
+            self._ask(self._find_stage()[0])
+            self.cache.start()
+
+    def __len__(self) -> int:
+        return self.pass_length
+
+    def _generator(self, *parts: object) -> np.random.Generator:
+        return np.random.default_rng(derive_seed(self.peer_id, self.seed, *parts))
+
+    def _draw_order(self, number: int) -> list[int]:
+        """Return the order of the shards in a pass."""
+        return self._generator(number).permutation(len(self.sizes)).tolist()
+
+    def _divide(self, stage: int) -> tuple[int, list[tuple[int, int, int]]]:
+        """Return what a stage mixes: shards, each with the bounds of its part; and how often the data has ended."""
+        repetition, newest = divmod(stage, len(self._order) + self.window - 1)
+        parts = [(self._order[newest - k], k) for k in range(self.window) if 0 <= newest - k < len(self._order)]
+        bounds = [(x, self.sizes[x] * k // self.window, self.sizes[x] * (k + 1) // self.window) for x, k in parts]
+        return repetition, bounds
+
+    def _find_stage(self) -> tuple[int, int]:
+        """Return the stage of the position, and the number of samples before it in the stage."""
+        skipped = self.position
+        for stage in itertools.count():
+            length = sum(stop - start for _, start, stop in self._divide(stage)[1])
+            if skipped < length:
+                return stage, skipped
+            skipped -= length
+
+    def __iter__(self) -> Iterator[int]:
+        if self.position >= self.pass_length:
+            self.passes, self.position, self._marked = self.passes + 1, 0, 0
+            self._order = self._draw_order(self.passes)
+        first, skipped = self._find_stage()
+        for stage in itertools.count(first):
+            if self.cache is not None:
+                yield from self._await_shards(stage)
+            numbers, (repetition, bounds) = [], self._divide(stage)
+            for shard, start, stop in bounds:
+                order = self._generator(self.passes, repetition, shard).permutation(self.sizes[shard])
+                numbers.append(self.starts[shard] + order[start:stop])
+            numbers = self._generator(self.passes, "stage", stage).permutation(np.concatenate(numbers))
+            for number in numbers[skipped:].tolist():
+                if self.position >= self.pass_length:
+                    return
+                if self.position >= self._marked:
+                    self._mark()
+                self.position += 1
+                yield number
+            skipped = 0
+
+    def _mark(self) -> None:
+        """Mark the next block of samples as used."""
+        self._marked = min(self.position + BLOCK_STEPS * self.step_size, self.pass_length)
+        if self.file is not None:
+            self.file.save([self.passes, self._marked, self.length, self.window])
+
+    def _ask(self, stage: int) -> list[int]:
+        """Tell the cache which shards are needed from a stage on, and return those of the stage."""
+        shards = [shard for shard, *_ in self._divide(stage)[1]]
+        newest = stage % (len(self._order) + self.window - 1)
+        later = self._order[newest + 1 :] + self._draw_order(self.passes + 1)
+        self.cache.ask([*shards, *self._last_shards, *later])  # workers may still read from the last ones
+        self._last_shards = shards
+        return shards
+
+    def _await_shards(self, stage: int) -> Iterator[int]:
+        """Wait for the shards of a stage. After PATIENCE seconds, yield local steps of samples of others meanwhile."""
+        old, needed, began = self._last_shards, self._ask(stage), time.monotonic()
+        generator, num_repeated = self._generator(self.passes, "repeat", stage), self.num_repeated
+        while not self.cache.has(needed):
+            if self.should_stop():
+                raise SystemExit(0)
+            here = [shard for shard in [*old, *needed] if shard in self.cache.here]
+            if not here or time.monotonic() - began < PATIENCE:
+                time.sleep(POLL_SECONDS)
+                self.waited += POLL_SECONDS
+            else:
+                if self.num_repeated == num_repeated:
+                    logger.warning(f"No new shard: training again on samples of {len(set(here))} that are here")
+                for shard in generator.choice(here, self.step_size).tolist():
+                    self.num_repeated += 1
+                    yield self.starts[shard] + int(generator.integers(self.sizes[shard]))
+        if self.num_repeated > num_repeated:
+            logger.info(f"A new shard is here, after {self.num_repeated - num_repeated} samples that came again")
+
+    def describe(self) -> str:
+        """Return one line about the position, and about the shards if there are any."""
+        text = f"{self.position / self.pass_length:.0%} of pass {self.passes + 1}"
+        if self.cache is None:
+            return text
+        waited = self.waited / max(1.0, time.monotonic() - self.began)
+        return f"{text}; {self.cache.describe()}; {waited:.1%} of the time waiting, {self.num_repeated} samples again"
