@@ -20,7 +20,6 @@ from cotrain.training.start import start_trainer
 def train(args: TrainerArguments, stop: StopSignal) -> None:
     # These imports take seconds, which --help and usage errors do not need.
     from callback import CollaborativeCallback
-    from cotrain.data.sampler import PeerSampler
     from cotrain.peer.peer import open_peer
     from cotrain.training.builders import build_optimizer
     from cotrain.training.hf_trainer import CollaborativeTrainer, build_training_arguments
@@ -47,11 +46,6 @@ def train(args: TrainerArguments, stop: StopSignal) -> None:
         # Session: joining, metrics, rollback, checkpoints
         session = stack.enter_context(open_session(peer, optimizer, task, model, args, stop))
 
-        # Samples in this peer's own order
-        path, seed = output_dir / "samples.json", args.training.seed
-        sampler = PeerSampler(work.samples, peer_id, seed, batch_size_per_step, path, stop.is_set)
-        session.status.describe_data = sampler.describe
-
         # transformers' Trainer
         trainer = CollaborativeTrainer(
             model=model,
@@ -60,7 +54,7 @@ def train(args: TrainerArguments, stop: StopSignal) -> None:
             optimizer=optimizer,
             callbacks=[CollaborativeCallback(session)],
             task=task,
-            sampler=sampler,
+            sampler=session.open_sampler(work.samples, batch_size_per_step),
             loss_meter=session.loss_meter,
         )
         trainer.train()

@@ -11,7 +11,6 @@ from hivemind.utils import get_logger
 from torch.utils.data import DataLoader, Dataset
 
 from cotrain.arguments import LocalTrainingArguments
-from cotrain.data.sampler import PeerSampler
 from cotrain.models.model import derive_seed
 from cotrain.training.hf_trainer import autocast_dtype
 from cotrain.training.session import TrainingSession
@@ -56,10 +55,8 @@ class TrainingLoop:
 
         :param options: of torch's DataLoader, such as `num_workers` and `collate_fn`
         """
-        size, peer_id = self.args.per_device_train_batch_size, str(self.session.peer.dht.peer_id)
-        path = self.session.folder / "samples.json"
-        sampler = PeerSampler(samples, peer_id, self.args.seed, size, path, self.session.should_stop)
-        self.session.status.describe_data = sampler.describe
+        size = self.args.per_device_train_batch_size
+        sampler = self.session.open_sampler(samples, size)
         loader = DataLoader(samples, size, sampler=sampler, pin_memory=self.device.type == "cuda", **options)
         for batch in chain.from_iterable(repeat(loader)):
             yield send_to_device(batch, self.device, non_blocking=True)

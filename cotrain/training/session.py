@@ -5,7 +5,7 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from cotrain.common.json_file import JsonLinesFile
 from cotrain.common.names import derive_name, label
 from cotrain.common.run_folder import claim_folder
 from cotrain.common.signals import StopSignal
+from cotrain.data.sampler import PeerSampler
 from cotrain.dht.metrics_schema import history_length
 from cotrain.dht.run_records import LocalMetrics, TrainerRecord
 from cotrain.peer.addresses import log_visible_maddrs, peer_id_in
@@ -76,6 +77,13 @@ class TrainingSession:
         self.num_recoveries = 0
         self.joined_at = -math.inf
         self.client_mode_alarm = ClientModeAlarm()
+
+    def open_sampler(self, samples: Sized, batch_size_per_step: int) -> PeerSampler:
+        """Return this peer's order of the samples, which continues after a restart and is part of the status."""
+        options = self.arguments.training.seed, batch_size_per_step, self.folder / "samples.json", self.should_stop
+        sampler = PeerSampler(samples, str(self.peer.dht.peer_id), *options)
+        self.status.describe_data = sampler.describe
+        return sampler
 
     def join(self) -> None:
         """Start from the newest training state: the other peers', or the resumed checkpoint's if that is newer.
