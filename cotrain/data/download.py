@@ -138,9 +138,13 @@ def fetch_shard(args: DatasetArguments, shard: Shard, manifest: Manifest) -> Non
 
 
 def _fetch_archive(
-    args: ModelArguments, path: Path, folders: dict[str, Path], check: Callable[[], None], limit: float,
+    args: ModelArguments,
+    path: Path,
+    folders: dict[str, Path],
+    check: Callable[[], None],
+    limit: float,
     disable_tqdm: bool,
-) -> str:  # fmt: skip
+) -> str:
     """Download the archive to `path`, of at most `limit` bytes, verify, unpack and check it; return its SHA-256."""
     address, is_adopted = public_address(args.dataset_url), "dataset_url" in args.adopted
     limit = min(limit, MAX_BYTES if is_adopted else math.inf)

@@ -41,9 +41,14 @@ def open_pool(num_proc: int) -> Iterator[Callable]:
 
 
 def save_dataset(
-    corpus: dict[str, Corpus], tokenizer: Path, config: PackingConfig, num_proc: int, work: Path, folder: Path,
+    corpus: dict[str, Corpus],
+    tokenizer: Path,
+    config: PackingConfig,
+    num_proc: int,
+    work: Path,
+    folder: Path,
     archive: Path | None = None,
-) -> tuple[dict[str, dict[str, int]], list[Shard]]:  # fmt: skip
+) -> tuple[dict[str, dict[str, int]], list[Shard]]:
     """Tokenize and pack all splits, and save them in a folder that `datasets.load_from_disk` opens.
 
     :param tokenizer: folder with the tokenizer
@@ -92,9 +97,14 @@ def _write_shards(
 
 
 def _write_samples(
-    map_tasks: Callable, folder: Path, config: PackingConfig, split: str, parts: Iterable[Documents], first: int,
+    map_tasks: Callable,
+    folder: Path,
+    config: PackingConfig,
+    split: str,
+    parts: Iterable[Documents],
+    first: int,
     path: Path,
-) -> PackingStats:  # fmt: skip
+) -> PackingStats:
     """Write the samples of parts of a split to an Arrow file.
 
     :param folder: with the tokenizer

@@ -37,9 +37,14 @@ class PeerSampler(Sampler):
     """
 
     def __init__(
-        self, samples: Sized, peer_id: str, seed: int, batch_size_per_step: int = 1, path: Path | None = None,
+        self,
+        samples: Sized,
+        peer_id: str,
+        seed: int,
+        batch_size_per_step: int = 1,
+        path: Path | None = None,
         should_stop: Callable[[], bool] = bool,
-    ):  # fmt: skip
+    ):
         self.length, self.peer_id, self.seed, self.should_stop = len(samples), peer_id, seed, should_stop
         self.step_size, self.file = batch_size_per_step, None if path is None else JsonFile(path)
         self.pass_length = max(1, self.length // batch_size_per_step) * batch_size_per_step

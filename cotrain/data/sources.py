@@ -142,9 +142,14 @@ def find_encoding(path: Path) -> str:
 
 
 def open_dataset(
-    name: str, config_name: str | None, revision: str | None, cache_dir: str | None, column: str,
-    encoding: str | None, is_streamed: bool = False,
-) -> Source:  # fmt: skip
+    name: str,
+    config_name: str | None,
+    revision: str | None,
+    cache_dir: str | None,
+    column: str,
+    encoding: str | None,
+    is_streamed: bool = False,
+) -> Source:
     """Open a dataset on the Hugging Face Hub, which is downloaded or streamed, or one in a folder."""
     full_name, folder = " ".join(filter(None, [name, config_name])), Path(name).resolve()
     try:

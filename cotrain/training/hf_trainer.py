@@ -21,8 +21,16 @@ logger = get_logger(__name__)
 # Number of local steps: a peer computes gradients until it is stopped or the collaboration ends.
 _ENDLESS = 2**31 - 1
 # Flags of a trainer that are transformers' arguments of the same name
-_HANDED_ON = ("output_dir", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate",
-              "dataloader_num_workers", "logging_steps", "logging_first_step", "save_steps")  # fmt: skip
+_HANDED_ON = (
+    "output_dir",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "learning_rate",
+    "dataloader_num_workers",
+    "logging_steps",
+    "logging_first_step",
+    "save_steps",
+)
 
 
 class TaskLoss(torch.nn.Module):
@@ -49,9 +57,16 @@ class CollaborativeTrainer(Trainer):
     """Trainer that computes gradients for hivemind's optimizer, on samples in this peer's own order."""
 
     def __init__(
-        self, model: torch.nn.Module, args: TrainingArguments, samples: Dataset, optimizer: torch.optim.Optimizer,
-        task: Task, sampler: PeerSampler, loss_meter: LossMeter, **options: Any,
-    ):  # fmt: skip
+        self,
+        model: torch.nn.Module,
+        args: TrainingArguments,
+        samples: Dataset,
+        optimizer: torch.optim.Optimizer,
+        task: Task,
+        sampler: PeerSampler,
+        loss_meter: LossMeter,
+        **options: Any,
+    ):
         dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else None
         # The Trainer requires a schedule. This one changes nothing: the real one counts global steps in the optimizer.
         no_schedule = MultiplicativeLR(optimizer, lambda step: 1.0)
