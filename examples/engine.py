@@ -3,7 +3,7 @@
     python examples/engine.py one.key                     # prints an address; ends after 200 steps, in some minutes
     python examples/engine.py two.key /ip4/127.0.0.1/...  # in another terminal, with that address
 
-Each peer needs a key file of its own. After each step it prints what came of it, and how many samples were its own.
+Each peer needs another key file. After each step it prints what came of it, and how many samples were its own.
 """
 
 import sys
