@@ -1,5 +1,6 @@
 """Tests of CollaborativeOptimizer: what each outcome of a round does to one peer. No network, no processes."""
 
+import io
 import time
 from dataclasses import replace
 from queue import Queue
@@ -88,6 +89,25 @@ def test_contribution_is_the_mean_over_samples():
 def samples_of(optimizer: CollaborativeOptimizer) -> list[tuple[int, int | None]]:
     """Return the global steps since the last call, with the samples of this peer that each used."""
     return [(record.step, record.samples) for record in optimizer.pop_records() if record.outcome != Outcome.FAILED]
+
+
+def test_it_is_an_optimizer_of_torch():
+    """A reader of torch saves its state, loads it, and clears gradients."""
+    one, other = build(), build()
+    compute(one, 0.2)
+    take(one, gradients=0.2)
+    saved = io.BytesIO()
+    torch.save(one.state_dict(), saved)
+    saved.seek(0)
+    other.load_state_dict(torch.load(saved, weights_only=True))
+    assert isinstance(other, torch.optim.Optimizer) and other.local_epoch == 1
+    (first,), (second,) = (list(optimizer.state_averager.optimizer.state.values()) for optimizer in (one, other))
+    assert torch.equal(first["exp_avg"], second["exp_avg"]) and second["exp_avg"].any()
+    (parameter,) = (parameter for group in other.param_groups for parameter in group["params"])
+    assert parameter is other.state_averager.main_parameters[0]
+    compute(other, 0.2)
+    other.zero_grad()
+    assert parameter.grad is None
 
 
 @pytest.mark.parametrize("outcome", [Outcome.AVERAGED, Outcome.ALONE])
