@@ -484,7 +484,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
                 self._warn_at = time.monotonic() + WARN_SECONDS
                 logger.warning(
                     f"Some gradients of this peer came too late for step #{step}. If its link is slower than the "
-                    "others', let all peers use the gradient_compression blockwise8, or also local_updates"
+                    "others', fewer bits help, or rounds that are rarer"
                 )
         else:
             self.distance, self.coordinator.is_settling = 0.0, False

@@ -38,7 +38,7 @@ PLACEHOLDERS = [
     (r"(?<= )…", ""),  # more flags
 ]
 # Of other programs
-FLAGS_OF_OTHERS = {"--pids-limit", "--shm-size", "--repo-type",
+FLAGS_OF_OTHERS = {"--pids-limit", "--shm-size", "--repo-type", "--local_steps", "--batch_size", "--variants",
                    "--directory", "--to", "--local-dir", "--project", "--require-hashes", "--gpus",
                    "--instance-id", "--network", "--output", "--init", "--stop-timeout", "--quiet", "--depth", "--now",
                    "--disable-pip-version-check"}  # fmt: skip
