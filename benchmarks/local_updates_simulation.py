@@ -193,7 +193,9 @@ class LocalTrainer(LocalTraining):
         groups = build_param_groups(model, args.weight_decay)
         builders = partial(build_local_optimizer, args=args), partial(build_scheduler, args=args)
         contribution = [torch.zeros_like(parameter) for parameter in theta]
-        super().__init__(groups, *builders, args.max_grad_norm, parameters_of(groups), theta, contribution, project)
+        super().__init__(
+            groups, *builders, args.max_grad_norm, parameters_of(groups), theta, contribution, project=project
+        )
 
     def train(self, batch: dict[str, torch.Tensor], num_samples: int) -> None:
         self.model.zero_grad()

@@ -14,17 +14,13 @@ from peerstep.base import shared_zeros_like
 from peerstep.bounds import MAX_GRADIENT_NORM
 
 
-class GradientAccumulator:
-    """Sum of the gradients of this peer's samples since the last round. Thread-safe.
+class Accumulator:
+    """The tensors that an accumulator works with, and the samples in it.
 
     :param main_parameters: parameters of the model
-    :param step_parameters, contribution: parameters of the last global step, and what receives the mean gradient for a
+    :param step_parameters, contribution: parameters of the last global step, and what receives the contribution to a
       round; tensors of the same shapes on the CPU
     """
-
-    name = "gradients"
-    ages = True  # it loses value while the parameters change
-    inner: torch.optim.Optimizer | None = None  # that takes the local steps
 
     def __init__(
         self,
@@ -36,6 +32,20 @@ class GradientAccumulator:
         self.contribution = tuple(contribution)
         self.num_samples = 0  # since the last round
         self.lock = threading.RLock()
+
+
+class GradientAccumulator(Accumulator):
+    """Sum of the gradients of this peer's samples since the last round. Thread-safe. A contribution is their mean.
+
+    :param tensors: of Accumulator
+    """
+
+    name = "gradients"
+    ages = True  # it loses value while the parameters change
+    inner: torch.optim.Optimizer | None = None  # that takes the local steps
+
+    def __init__(self, *tensors: Sequence[torch.Tensor]):
+        super().__init__(*tensors)
         self._sums = [shared_zeros_like(parameter) for parameter in self.main_parameters]
 
     @torch.no_grad()
@@ -104,30 +114,22 @@ class GradientAccumulator:
         return False
 
 
-class UpdateAccumulator:
+class UpdateAccumulator(Accumulator):
     """Local updates of this peer since the last round, as a pseudo-gradient (DiLoCo, arXiv 2311.08105). Thread-safe.
 
     The pseudo-gradient is `base - parameters`. The base is the parameters of the last global step once the model has
     them, and until then the parameters of the model when the contribution to that step was loaded. Local steps
     during a round and before its result is copied therefore count in the next round.
 
-    :param main_parameters: parameters of the model. Hold `lock` while changing them
-    :param step_parameters, contribution: parameters of the last global step, and what receives the pseudo-gradient for
-      a round; tensors of the same shapes on the CPU
+    :param tensors: of Accumulator. Hold `lock` while changing the parameters of the model
     :param project: returns what a round takes of a tensor; the rest stays in the model as a local update. None: all
     """
 
     def __init__(
-        self,
-        main_parameters: Sequence[torch.Tensor],
-        step_parameters: Sequence[torch.Tensor],
-        contribution: Sequence[torch.Tensor],
-        project: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        self, *tensors: Sequence[torch.Tensor], project: Callable[[torch.Tensor], torch.Tensor] | None = None
     ):
-        self.main_parameters, self.step_parameters = tuple(main_parameters), tuple(step_parameters)
-        self.contribution, self.project = tuple(contribution), project
-        self.num_samples = 0  # since the last round
-        self.lock = threading.RLock()
+        super().__init__(*tensors)
+        self.project = project
         self._base = [shared_zeros_like(parameter).copy_(parameter.detach()) for parameter in self.step_parameters]
         self._loaded = [shared_zeros_like(base) for base in self._base]  # parameters of the model at the last load
         self._is_loaded = False  # whether a round has the loaded contribution

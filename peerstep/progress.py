@@ -59,7 +59,7 @@ class TrackerOptions:
 class ProgressTracker(threading.Thread):
     """Publishes this peer's progress and reads the progress of the other peers.
 
-    :param public_key: the subkey of this peer's records, from `make_validators`
+    :param public_key: the subkey of this peer's records, from `build_validators`
     :param target_batch_size: samples that all peers together accumulate for one global step
     :param believes_weights: whether each sample that a peer claims counts, see neighbours.py
 

@@ -53,7 +53,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     Only `apply_update`, `restore` and `sync_with_main_parameters` change the state, under `lock_optimizer` and
     `lock_averaged_tensors`: no reader sees a partial change.
 
-    :param public_key: the subkey of this peer's records, from `make_validators`: an offer speaks for its signer
+    :param public_key: the subkey of this peer's records, from `build_validators`: an offer speaks for its signer
     :param download_timeout, donor_timeout: seconds for a whole download, and that a donor may be silent
     :param credible_epoch: returns the newest global step that the run is known to be at; None accepts any step. Called
       at the start of each download, see StateDownload. If all donors claim a later step, the state of one is accepted

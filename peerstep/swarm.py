@@ -13,7 +13,7 @@ from types import TracebackType
 from cryptography.hazmat.primitives import serialization
 from hivemind.dht import DHT
 from hivemind.dht.schema import SchemaValidator
-from hivemind.p2p import P2PDaemonError, PeerID
+from hivemind.p2p import P2PDaemonError
 from hivemind.proto import crypto_pb2
 from hivemind.utils import MPFuture
 from hivemind.utils.crypto import RSAPrivateKey
@@ -100,10 +100,6 @@ class Swarm:
             raise _explain(error, first_peers, options.get("host_maddrs", ()), self.dht.errors.value) from None
         self._redialer = BootstrapRedialer(self.dht, initial_peers)
         self._redialer.start()
-
-    @property
-    def peer_id(self) -> PeerID:
-        return self.dht.peer_id
 
     def close(self) -> None:
         """Leave the run. Shut down an optimizer first."""

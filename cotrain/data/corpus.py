@@ -86,7 +86,7 @@ def _open(path: str) -> pa.ChunkedArray:
 class Corpus:
     """Documents of a split in files, its parts. One part is opened at a time: memory does not grow with the text.
 
-    :param held_out: for text without validation text of its own, the parameters of `hold_out` for each part, and
+    :param held_out: for text that brings no validation text, the parameters of `hold_out` for each part, and
         which of its results is this split
     """
 

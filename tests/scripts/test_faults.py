@@ -123,7 +123,7 @@ def test_signal_in_the_middle_of_saving(scripts):
 
 def test_ctrl_c_ends_the_tokenize_script_and_leaves_nothing_half_done(scripts):
     text = scripts.folder / "text.txt"
-    lines = list(open_sample().parts["train"][0]()) * 20  # so many that it is not done before the signal
+    lines = list(open_sample().parts["train"][0]()) * 20  # enough to be still at work when the signal comes
     text.write_text("\n".join(lines), encoding="utf-8")
     script = scripts.start(
         "tokenize_wikitext103.py", "--train_file", text, "--train_tokenizer", "--vocab_size", 500, "--max_seq_length",
