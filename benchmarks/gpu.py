@@ -30,8 +30,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.gpu_peer import VOCAB_SIZE
-from cotrain.models.model import read_config
-from tests.support.models import build_model
+from cotrain.models.model import build_without_weights, read_config
 from tests.support.peers import LOCAL, Script
 
 # Dense matrix products in 16 bits with 32-bit accumulation, in units of 10^12 a second; from the vendor's data sheets
@@ -46,8 +45,9 @@ def count_operations(model_name: str, seq_length: int) -> int:
     """Count the floating-point operations of a forward and a backward pass for one sample."""
     config = read_config(model_name)
     config.vocab_size, config._attn_implementation = VOCAB_SIZE, "eager"
+    model = build_without_weights(config)
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
-        build_model(config, "gpu")(input_ids=torch.zeros(1, seq_length, dtype=torch.long))
+        model(input_ids=torch.zeros(1, seq_length, dtype=torch.long))
     return 3 * counter.get_total_flops()
 
 

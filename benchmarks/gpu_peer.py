@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from accelerate.utils import find_executable_batch_size
 from torch.utils.data import Dataset, default_collate
-from transformers import PretrainedConfig, Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 import run_trainer
 from cotrain.arguments import TRAINER_ARGUMENTS, DatasetArguments
@@ -37,15 +37,6 @@ from peerstep.accumulators import GradientAccumulator
 
 VOCAB_SIZE = 30_000
 MOST_SAMPLES = 1024  # of a micro-batch, for the search
-
-
-class RandomTokenizer:
-    """Tokenizer without tokens, for the size of the vocabulary."""
-
-    pad_token_id, bos_token_id, eos_token_id = 0, 2, 3
-
-    def __len__(self) -> int:
-        return VOCAB_SIZE
 
 
 class RandomSamples(Dataset):
@@ -121,17 +112,14 @@ class RandomTask(Task):
     """A language model on random tokens."""
 
     def __init__(self, dataset_args: DatasetArguments, *_args, **_options):
-        self.config = load_config(dataset_args)
+        self.config = models.read_config(dataset_args.model_name_or_path)
+        self.config.vocab_size = VOCAB_SIZE
 
     def build_model(self) -> torch.nn.Module:
         return models.initialize_model(self.config)
 
     def load_samples(self, split: str) -> RandomSamples:
         return RandomSamples(10_000, int(os.environ["SEQ_LENGTH"]))
-
-
-def load_config(dataset_args: DatasetArguments) -> PretrainedConfig:
-    return models.load_config(dataset_args, RandomTokenizer())
 
 
 def train_plain() -> None:

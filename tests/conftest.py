@@ -16,6 +16,7 @@ import pytest
 from filelock import FileLock
 from hypothesis import settings
 
+from cotrain.common import diagnosis
 from peerstep.processes import guard_children, keep_memory_shared
 from tests.support.launcher import Launcher
 from tests.support.namespaces import Internet, why_unavailable
@@ -107,6 +108,12 @@ def unchanged_environment() -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def nothing_hinted(monkeypatch) -> None:
+    """Each test is a new process in this: a hint that another test on this worker was given is given again."""
+    monkeypatch.setattr(diagnosis, "_hinted", set())
 
 
 @pytest.fixture
