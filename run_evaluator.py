@@ -64,7 +64,8 @@ def main() -> None:
         logger = get_logger(__name__)
         if not peer_args.initial_peers:
             raise UserError("--initial_peers is missing: pass the address of a peer of the run")
-        task = load_task(dataset_args, disable_tqdm=args.disable_tqdm)
+        has_weights = dataset_args.lora_rank is not None  # other weights than those of adapters are downloaded
+        task = load_task(dataset_args, has_weights=has_weights, disable_tqdm=args.disable_tqdm)
         evaluator = Evaluator(task, stop.is_set, args)
         model = build_initial_model(task, peer_args.run_id)
         output_dir, run_id = Path(args.output_dir), peer_args.run_id

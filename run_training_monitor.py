@@ -134,8 +134,11 @@ def main() -> None:
         stated = {**line.values, **({} if run_args.task is None else {"task_sha256": run_args.task_sha256})}
         stack.enter_context(open_tunnel(peer_args))
         if args.store_checkpoints:
-            task = load_task(run_args)
+            # The weights of a base that adapters are trained for are needed for samples only.
+            task = load_task(run_args, has_weights=run_args.lora_rank is not None and bool(args.sample_text))
             model = build_initial_model(task, run_id)
+            if run_args.lora_rank is not None:
+                stated["model_revision"] = run_args.model_revision
         if args.sample_text:
             completer = open_completer(task, model, args.sample_text)
         if args.repo_id is not None:

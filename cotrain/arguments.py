@@ -275,7 +275,9 @@ class CollaborationArguments(OptimizerArguments, BaseTrainingArguments):
 class ModelArguments(Flags, group="Model and data"):
     """What is trained, and where its data comes from. Trainer, monitor and evaluator must agree on it."""
 
-    dataset_path: ClassVar[str | None] = None  # a flag of the peers that have the data, see DatasetArguments
+    # Flags of the peers that have the data, see DatasetArguments
+    dataset_path: ClassVar[str | None] = None
+    load_in_4bit: ClassVar[bool] = False
 
     model_name_or_path: str = setting(
         "albert-large-v2",
@@ -287,6 +289,16 @@ class ModelArguments(Flags, group="Model and data"):
     from_pretrained: bool = setting(
         False, "Start from the weights at --model_name_or_path, a folder or a name on the Hub, on every trainer"
     )
+    model_revision: str | None = setting(
+        None, "Commit of --model_name_or_path on the Hub. Default: the newest when the run begins, with --lora_rank"
+    )
+    lora_rank: int | None = setting(
+        None,
+        "Fine-tune with adapters (LoRA) of this rank, such as 16, which implies --from_pretrained. The weights at "
+        "--model_name_or_path stay as they are: see docs/fine-tuning.md",
+    )
+    lora_alpha: float | None = setting(None, "Scale of the adapters. Default: twice --lora_rank")
+    lora_targets: str = setting("all-linear", "Layers with adapters: all-linear, or names such as q_proj,v_proj")
     seq_length: int | None = setting(None, "Sequence length in tokens. Default: that of the prepared data")
     mlm_probability: float = setting(0.15, "Fraction of tokens to predict in masked LM", below=1)
     tokenizer_path: str = flag("data/tokenizer", "Folder with the tokenizer, written by tokenize_wikitext103.py")
@@ -309,6 +321,7 @@ class ModelArguments(Flags, group="Model and data"):
 
     def __post_init__(self):
         super().__post_init__()
+        self.from_pretrained |= self.lora_rank is not None
         if self.task is not None:
             require(Path(self.task).is_file(), f"--task: there is no file '{self.task}'; pass its path")
         if self.dataset_url is not None:
@@ -323,8 +336,13 @@ class ModelArguments(Flags, group="Model and data"):
     @property
     def hub_options(self) -> dict[str, object]:
         """Options of transformers for files on the Hub, with less trust in a repository that the run has chosen."""
-        own = {"cache_dir": self.cache_dir, "trust_remote_code": False}
+        own = {"cache_dir": self.cache_dir, "trust_remote_code": False, "revision": self.model_revision}
         return own | ({"token": False, "use_safetensors": True} if "model_name_or_path" in self.adopted else {})
+
+    @property
+    def bytes_of_frozen(self) -> float | None:
+        """Bytes of each parameter of the model, if only adapters are trained: those of bf16, or about those of NF4."""
+        return None if self.lora_rank is None else 0.6 if self.load_in_4bit else 2.0
 
     @property
     def task_sha256(self) -> str | None:
@@ -363,6 +381,10 @@ class DatasetArguments(ModelArguments):
         "data/albert_tokenized_wikitext, the newer",
     )
 
+    load_in_4bit: bool = flag(
+        False, "With --lora_rank: keep the base model in 4 bits, on a GPU, with bitsandbytes (pip install it first)"
+    )
+
     data_cache: str = flag(
         "2GB",
         "Size on disk of the shards to keep, if the data is in shards: those in use, and as many of the next as fit",
@@ -371,6 +393,7 @@ class DatasetArguments(ModelArguments):
     def __post_init__(self):
         super().__post_init__()
         parse_size("--data_cache", self.data_cache)
+        require(self.lora_rank is not None or not self.load_in_4bit, "--load_in_4bit also needs --lora_rank")
         if self.dataset_url is not None:
             require_apart("dataset_path", self.dataset_path, "tokenizer_path", self.tokenizer_path)
 

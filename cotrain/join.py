@@ -13,7 +13,7 @@ from cotrain.common.atomic_files import lock_folder
 from cotrain.common.errors import UserError, report_uncaught_errors
 from cotrain.common.signals import StopSignal
 from cotrain.dht.run_records import record_schemas
-from cotrain.models.model import choose_kernels, seeded_by
+from cotrain.models.model import choose_kernels, seeded_by, to_float
 from cotrain.peer.peer import open_peer
 from cotrain.peer.run_config import adopt_run_config
 from cotrain.peer.tunnel import open_tunnel
@@ -57,8 +57,8 @@ def join_run(
             with seeded_by(run_args.run_id):
                 model = model()
             model.to(choose_devices(args.training)[0])
-        choose_kernels(model, args.training, num_gpus=int(next(model.parameters()).is_cuda))
-        model.float()  # in which peers exchange parameters and gradients
+        choose_kernels(model, args.training, num_gpus=int(next(model.parameters()).device.type != "cpu"))
+        to_float(model)
 
         # DHT peer
         stack.enter_context(open_tunnel(run_args))

@@ -48,8 +48,8 @@ def shared_zeros_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def share_parameters(model: torch.nn.Module) -> None:
-    """Move the parameters of a model on the CPU to memory that children share."""
-    for parameter in model.parameters():
+    """Move the trainable parameters of a model on the CPU to memory that children share."""
+    for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
         parameter.data = shared_zeros_like(parameter).copy_(parameter.data)
 
 

@@ -16,18 +16,16 @@ from pathlib import Path
 import psutil
 import torch
 import transformers
-from huggingface_hub import HfApi
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.albert.modeling_albert import AlbertLayer
-from transformers.utils import is_flash_attn_2_available
+from transformers.utils import cached_file, is_flash_attn_2_available
 from transformers.utils.logging import disable_progress_bar
 
 from cotrain.arguments import LocalTrainingArguments, ModelArguments
 from cotrain.common.errors import UserError, first_line
-from cotrain.common.hosts import MAX_BYTES
 from cotrain.models.config import find_model_classes, is_inline, is_published_name, read_fields
 from cotrain.models.objectives import OBJECTIVES
 from cotrain.models.vocabulary import vocabulary_size
@@ -70,6 +68,8 @@ def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> Pre
     if "model_name_or_path" in args.adopted and is_read and Path(name).exists():  # the run's data may have created it
         raise UserError(f"this run's --model_name_or_path '{name}' is a path on this machine: refused")
     config = read_config(name, **args.hub_options)
+    if args.lora_rank is not None and not Path(name).exists():  # all that is read of the repository is of one commit
+        args.model_revision = Path(cached_file(name, "config.json", **args.hub_options)).parent.name
     text, size = config.get_text_config(), vocabulary_size(tokenizer)
     stated = getattr(text, "vocab_size", size)
     if args.from_pretrained and stated < size:  # a larger one is common: models round it up
@@ -83,7 +83,7 @@ def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> Pre
     for part in (config, text):  # often the same
         set_special_tokens(part, tokenizer)
     set_objective(config, tokenizer)
-    check_size(config, is_foreign="model_name_or_path" in args.adopted)
+    check_size(config, "model_name_or_path" in args.adopted, args.bytes_of_frozen)
     return config
 
 
@@ -135,15 +135,18 @@ def build_without_weights(config: PretrainedConfig) -> PreTrainedModel:
         hook.remove()
 
 
-def check_size(config: PretrainedConfig, is_foreign: bool = False) -> None:
+def check_size(config: PretrainedConfig, is_foreign: bool = False, bytes_of_frozen: float | None = None) -> None:
     """Build the model without weights first: a stranger may have chosen it.
 
     :param is_foreign: whether the run has chosen it: training, with gradients and two statistics, must fit as well
+    :param bytes_of_frozen: of each parameter, if only adapters are trained
     :raises UserError: if it cannot be built, or the weights alone exceed this machine's memory
     """
     model = build_without_weights(config)
     numel = sum(tensor.numel() for tensor in itertools.chain(model.parameters(), model.buffers()))
     needed, what = (16e-9 * numel, "training") if is_foreign else (4e-9 * numel, "the weights of")
+    if bytes_of_frozen is not None:
+        needed = bytes_of_frozen * 1e-9 * numel
     if needed > (memory := 1e-9 * psutil.virtual_memory().total):
         raise UserError(f"{what} the model takes {needed:.0f} GB; this machine has {memory:.0f} GB of memory")
 
@@ -172,40 +175,17 @@ def get_model_class(config: PretrainedConfig) -> type:
 
 def initialize_model(config: PretrainedConfig) -> PreTrainedModel:
     """Build a model with random weights, whose loss is a mean over the batch; UserError if it does not take text."""
-    return _try(get_model_class(config)(config).to(torch.float32))
-
-
-def load_pretrained(config: PretrainedConfig, args: ModelArguments) -> PreTrainedModel:
-    """Build a model from pretrained weights. Layers without are initialized.
-
-    :raises UserError: if there are none, they do not fit the configuration, or a run chose more than MAX_BYTES of them
-    """
-    name = args.model_name_or_path
-    if is_inline(name) or Path(name).is_file():
-        remedy = "pass a folder that also contains the weights"
-        raise UserError(f"--from_pretrained: '{name:.200}' is a configuration; {remedy}")
-    if "model_name_or_path" in args.adopted:
-        files = []
-        with contextlib.suppress(Exception):  # without the Hub, nothing is downloaded
-            files = HfApi(token=False).model_info(name, files_metadata=True, timeout=30.0).siblings
-        size = sum(file.size or 0 for file in files if file.rfilename.endswith(".safetensors"))
-        if size > MAX_BYTES:
-            raise UserError(f"the weights of '{name}' have {size / 1e9:.0f} GB: pass --model_name_or_path yourself")
-    try:
-        model = get_model_class(config).from_pretrained(name, config=config, **args.hub_options)
-    except Exception as error:
-        raise UserError(f"--from_pretrained: no weights that fit at '{name}' ({first_line(error)})") from None
-    return _try(model.to(torch.float32))
+    return try_model(get_model_class(config)(config).to(torch.float32))
 
 
 @torch.no_grad()
-def _try(model: PreTrainedModel) -> PreTrainedModel:
+def try_model(model: PreTrainedModel) -> PreTrainedModel:
     """Return a model that takes samples, and as a causal one predicts the next token: a decoder of BART has its own.
 
     :raises UserError: if it does not
     """
-    tokens = torch.ones(1, 8, dtype=torch.long)
-    labels = tokens.masked_fill(torch.arange(8) > 0, -100)  # no token comes before the first
+    tokens = torch.ones(1, 8, dtype=torch.long, device=model.device)
+    labels = tokens.masked_fill(torch.arange(8, device=model.device) > 0, -100)  # no token comes before the first
     model.loss_type = model.loss_type or "ForCausalLM"  # as transformers chooses, with a warning
     try:
         loss = model.eval()(input_ids=tokens, attention_mask=tokens, labels=labels).loss
@@ -214,6 +194,24 @@ def _try(model: PreTrainedModel) -> PreTrainedModel:
     if OBJECTIVES[get_objective(model.config)].is_causal and loss > 0:
         raise UserError("--model_name_or_path: the model does not predict the next token; choose another")
     return model.train()
+
+
+def find_device(use_cpu: bool) -> torch.device:
+    """Return the first accelerator of this machine that torch supports (CUDA, ROCm, MPS, XPU), or its CPU."""
+    if use_cpu or (device := torch.accelerator.current_accelerator(check_available=True)) is None:
+        return torch.device("cpu")
+    return torch.device(device.type, 0)
+
+
+def supports_bf16(device: torch.device) -> bool:
+    """Whether a device computes matrix products in bfloat16, other than by emulation."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    try:
+        matrix = torch.ones(2, 2, dtype=torch.bfloat16, device=device)
+        return bool((matrix @ matrix == 2).all())
+    except (RuntimeError, TypeError):  # MPS on older macOS
+        return False
 
 
 def choose_kernels(model: PreTrainedModel, args: LocalTrainingArguments, num_gpus: int) -> None:
@@ -246,6 +244,16 @@ class CheckpointedAlbertLayer(GradientCheckpointingLayer, AlbertLayer):
 
     gradient_checkpointing = True
     _gradient_checkpointing_func = staticmethod(partial(checkpoint, use_reentrant=False))
+
+
+def to_float(model: torch.nn.Module) -> torch.nn.Module:
+    """Convert what is trained to float32, in which peers exchange it. Frozen parameters keep their precision."""
+    if all(parameter.requires_grad for parameter in model.parameters()):
+        return model.float()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return model
 
 
 def enable_gradient_checkpointing(model: torch.nn.Module) -> None:

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from cotrain.common.backoff import Backoff
 from cotrain.dht.metrics_schema import MAX_NUMBER
+from cotrain.models.model import find_device
 from cotrain.monitoring.aggregation import MAX_SILENCE, MAX_SPREAD
 from cotrain.monitoring.reporters import Reporters
 from cotrain.task import Task
@@ -37,11 +38,12 @@ class Evaluator:
         self.task, self.should_stop, self.args = task, should_stop, args
         self.samples = load_samples(task, "validation")
         self.num_samples = min(len(self.samples), args.max_eval_samples or len(self.samples))
-        self.device = torch.device("cuda:0" if torch.cuda.is_available() and not args.use_cpu else "cpu")
+        self.device = find_device(args.use_cpu)
 
     def evaluate(self, model: torch.nn.Module, step: int) -> dict[str, float] | None:
         """Return the metrics of a copy of a model; None if `should_stop` ended it."""
-        model = copy.deepcopy(model).to(self.device).eval()
+        frozen = {id(parameter): parameter for parameter in model.parameters() if not parameter.requires_grad}
+        model = copy.deepcopy(model, frozen).to(self.device).eval()  # a frozen base is not copied
         batch_size, sums, counts = self.args.per_device_eval_batch_size, defaultdict(float), Counter()
         starts = range(0, self.num_samples, batch_size)
         hide_bar = self.args.disable_tqdm or None

@@ -33,6 +33,8 @@ def build_card_data(metadata: CardMetadata) -> ModelCardData:
     if isinstance(task, TextTask):
         pipeline_tag = "text-generation" if task.objective.is_causal else "fill-mask"
         tags, of_text = [*tags, task.config.model_type], {"library_name": "transformers", "pipeline_tag": pipeline_tag}
+        if task.args.lora_rank is not None:
+            of_text |= {"library_name": "peft", "base_model": task.args.model_name_or_path}
     return ModelCardData(language=metadata.language, license=metadata.license, tags=tags, **of_text)
 
 
@@ -46,6 +48,16 @@ model = {type(task).__name__}().build_model()  # from the file of the run's --ta
 load_model(model, "model.safetensors")"""
         return "the model of a task of its own", code
     model_class = get_model_class(task.config).__name__
+    if task.args.lora_rank is not None:
+        base, revision = task.args.model_name_or_path, task.args.model_revision or "unknown"
+        code = f"""from peft import PeftModel
+from transformers import {model_class}, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{metadata.repo_id}")
+base = {model_class}.from_pretrained("{base}", revision="{revision}", dtype="auto")
+model = PeftModel.from_pretrained(base, "{metadata.repo_id}")  # .merge_and_unload() makes one model of both"""
+        described = escape_markdown(f"{base} at revision {revision}")
+        return f"adapters (LoRA) for {described}, trained for {task.objective.description}", code
     code = f"""from transformers import {model_class}, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("{metadata.repo_id}")

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 
 from cotrain.arguments import ModelArguments
 from cotrain.common.errors import UserError
-from cotrain.models.model import seeded_by
+from cotrain.models.model import seeded_by, to_float
 from cotrain.task import Task
 from cotrain.tasks.text import build_text_task
 
@@ -51,7 +51,7 @@ def build_initial_model(task: Task, run_id: str) -> torch.nn.Module:
         if not (isinstance(model, torch.nn.Module) and any(p.requires_grad for p in model.parameters())):
             path = inspect.getfile(type(task))
             raise UserError(f"'{path}': build_model must return a torch.nn.Module with parameters to train")
-        return model.float()  # in which peers exchange parameters and gradients
+        return to_float(model)
 
 
 def load_samples(task: Task, split: str) -> Dataset:

@@ -15,7 +15,7 @@ from cotrain.data.download import fetch_data
 from cotrain.data.loading import load_datasets, load_manifest
 from cotrain.data.shards import ShardedSamples
 from cotrain.data.tokenizers import load_tokenizer
-from cotrain.models.model import get_objective, initialize_model, load_config, load_pretrained, max_tokens
+from cotrain.models.model import build_without_weights, get_objective, initialize_model, load_config, max_tokens
 from cotrain.models.objectives import OBJECTIVES
 from cotrain.task import Metric, Task
 
@@ -46,7 +46,14 @@ class TextTask(Task):
             tokenizer.pad_token = tokenizer.eos_token  # any token works: padding is neither attended to nor predicted
 
     def build_model(self) -> PreTrainedModel:
-        return load_pretrained(self.config, self.args) if self.has_weights else initialize_model(self.config)
+        from cotrain.models.pretrained import load_pretrained  # of both imports, peft takes seconds
+
+        if self.args.lora_rank is None:
+            return load_pretrained(self.config, self.args) if self.has_weights else initialize_model(self.config)
+        from cotrain.models.adapters import add_adapters
+
+        build = partial(load_pretrained, args=self.args) if self.has_weights else build_without_weights
+        return add_adapters(build(self.config), self.args)
 
     def load_samples(self, split: str) -> Dataset:
         if self.args.dataset_path is None:
@@ -96,7 +103,8 @@ class TextTask(Task):
         return {"loss": loss, **(means or {"perplexity": math.exp(min(20.0, loss))})}
 
     def save_pretrained(self, model: PreTrainedModel, folder: Path) -> None:
-        super().save_pretrained(model, folder)
+        # For embeddings that were resized, which these are not, peft asks the Hub.
+        model.save_pretrained(folder, **({} if self.args.lora_rank is None else {"save_embedding_layers": False}))
         self.tokenizer.save_pretrained(folder)
 
 

@@ -21,6 +21,7 @@ from cotrain.arguments import (
     check_compression,
 )
 from cotrain.common.errors import UserError
+from cotrain.models.pretrained import digest_weights
 from peerstep.local_updates import LocalUpdates, step_builders
 from peerstep.optimizer import CollaborativeOptimizer
 from peerstep.progress import TrackerOptions
@@ -129,7 +130,7 @@ def build_optimizer(
             "local step (--per_device_train_batch_size x devices x --gradient_accumulation_steps)"
         )
     check_compression(run_args.gradient_compression, training_args.local_updates)
-    return CollaborativeOptimizer(
+    optimizer = CollaborativeOptimizer(
         build_param_groups(model, training_args.weight_decay, training_args.optimizer),
         swarm=peer,
         **_step_options(training_args),
@@ -151,6 +152,9 @@ def build_optimizer(
         tracker_options=TrackerOptions(**asdict(args.tracker)),
         folder=Path(training_args.output_dir),
     )
+    if hasattr(model, "peft_config"):
+        optimizer.tracker.schema += digest_weights(args.dataset)  # trainers with another schema are ignored
+    return optimizer
 
 
 @contextlib.contextmanager

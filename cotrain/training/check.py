@@ -28,12 +28,16 @@ from cotrain.common.atomic_files import lock_folder
 from cotrain.common.diagnosis import diagnose
 from cotrain.common.errors import UserError, describe
 from cotrain.common.signals import StopSignal
+from cotrain.data.manifest import Manifest
 from cotrain.data.sampler import PeerSampler
 from cotrain.dht.run_records import record_schemas
+from cotrain.models.adapters import activation_bytes
+from cotrain.models.model import find_device
 from cotrain.peer.addresses import peer_id_in
 from cotrain.peer.peer import open_peer
 from cotrain.peer.run_config import adopt_run_config
 from cotrain.peer.tunnel import open_tunnel
+from cotrain.tasks.task_loading import load_task
 from cotrain.training.builders import open_observer
 from cotrain.training.hf_trainer import autocast_dtype
 from cotrain.training.workload import Workload, load_workload
@@ -102,11 +106,15 @@ def check_all(command_line: CommandLine, stop: StopSignal) -> Iterator[Finding]:
         args = TrainerArguments(*adopt_run_config(command_line, stop))
         peer_args = args.collaboration
         with open_tunnel(peer_args):  # a wrong token is found before anything is downloaded
+            device = find_device(args.training.use_cpu)
+            if args.dataset.lora_rank is not None:
+                yield from check_memories(plan_adapters(args), device, args.training.local_updates)
             work = load_workload(args)
             size = work.num_parameters()
             text = f"{len(work.samples):,} samples; model of {size / 1e6:,.1f} million parameters"
             yield Finding("data and model", text)
-            yield from check_memories(size, work.device, args.training.local_updates)
+            if args.dataset.lora_rank is None:
+                yield from check_memories(Sizes(size), device, args.training.local_updates)
             schemas, folder = record_schemas(peer_args.run_id), Path(args.training.output_dir)
             with open_peer(peer_args, schemas, folder, peer_args.client_mode, stop) as peer:
                 yield Finding("joining", f"this peer is in run {peer_args.run_id}")
@@ -174,23 +182,48 @@ def check_folders(output_dir: Path) -> str:
     return f"{output_dir}; temporary files in {tempfile.gettempdir()}; TMPDIR is {os.environ.get('TMPDIR', 'not set')}"
 
 
-def check_memories(num_parameters: int, device: torch.device, local_updates: bool) -> Iterator[Finding]:
+@dataclass(frozen=True)
+class Sizes:
+    """What a trainer needs memory for: the number of trained parameters, and bytes of the rest if that is frozen."""
+
+    trained: int
+    frozen: float = 0.0
+    activations: float = 0.0
+    text: str = ""
+
+
+def plan_adapters(args: TrainerArguments) -> Sizes:
+    """Compute what fine-tuning with adapters needs, before the weights of the base are downloaded."""
+    model = load_task(args.dataset).build_model()
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    base = [parameter for parameter in model.parameters() if parameter.is_meta]
+    frozen = args.dataset.bytes_of_frozen * sum(parameter.numel() for parameter in base)
+    for parameter in base:
+        parameter.data = parameter.data.bfloat16()
+    length, size = Manifest.load(args.dataset.dataset_path).max_seq_length, args.training.per_device_train_batch_size
+    activations = activation_bytes(model.to("meta"), size, length)
+    text = f": {frozen / 1e9:.1f} for the base, {activations / 1e9:.1f} for {size} x {length:,} tokens"
+    return Sizes(trained, frozen, activations, f"{text}, the rest for {trained / 1e6:,.1f} million trained parameters")
+
+
+def check_memories(sizes: Sizes, device: torch.device, local_updates: bool) -> Iterator[Finding]:
     """Yield what memory is free and needed: of the GPU if there is one, of the machine, and shared memory."""
-    on_gpu, bytes_per_copy = device.type == "cuda", 4.0 * num_parameters
+    on_gpu, bytes_per_copy, rest = device.type != "cpu", 4.0 * sizes.trained, sizes.frozen + sizes.activations
     memory = psutil.virtual_memory().available
     copies = (COPIES_OF_LOCAL_UPDATES if local_updates else COPIES) - on_gpu * COPIES_ON_GPU[local_updates]
-    needed = BASE_BYTES + copies * bytes_per_copy
+    needed = BASE_BYTES + copies * bytes_per_copy + (0.0 if on_gpu else rest)
     rows = [("memory", memory, needed, "End other programs, or choose a machine with more memory")]
     if on_gpu:
-        needed = (GPU_COPIES_OF_LOCAL_UPDATES if local_updates else GPU_COPIES) * bytes_per_copy
+        needed = (GPU_COPIES_OF_LOCAL_UPDATES if local_updates else GPU_COPIES) * bytes_per_copy + rest
         advice = "End other programs on the GPU, choose one with more memory, or pass --use_cpu"
-        rows.append(("GPU memory", torch.cuda.mem_get_info(device)[0], needed, advice))
+        with suppress(RuntimeError):  # not every kind tells
+            rows.append(("GPU memory", torch.accelerator.get_memory_info(device)[0], needed, advice))
     if os.path.isdir("/dev/shm"):
         free = psutil.disk_usage("/dev/shm").free
         rows.append(("/dev/shm", free, SHARED_COPIES * bytes_per_copy, "Enlarge it, in Docker with --shm-size"))
     for subject, free, needed, advice in rows:
         text = f"{free / 1e9:.1f} GB free, about {needed / 1e9:.1f} needed"
-        yield Finding(subject, text, advice if free < needed else "")
+        yield Finding(subject, text + sizes.text * (subject != "/dev/shm"), advice if free < needed else "")
 
 
 class Deadline(TorchDispatchMode):
@@ -235,7 +268,7 @@ def measure_device(
         model.zero_grad()
         model.cpu()
     seconds /= max(1, number)
-    hint = "; raise --per_device_train_batch_size" if device.type == "cuda" and seconds < 0.2 and size > 1 else ""
+    hint = "; raise --per_device_train_batch_size" if device.type != "cpu" and seconds < 0.2 and size > 1 else ""
     return f"{device}: {task} takes {seconds:.2f} s, {size / seconds:.1f} samples/s{hint}"
 
 

@@ -63,7 +63,7 @@ def save_checkpoint(folder: Path, task: Task, model: torch.nn.Module, state: Sav
         logger.warning(f"'{path}' is of another program: renamed it to {_set_aside(path).name}")
     with new_folder(path, "--output_dir", overwrite=True, replaceable=(STATE_FILE,)) as temporary:
         task.save_pretrained(model, temporary)
-        if not any(temporary.glob("model*.safetensors")):
+        if not any(temporary.glob("*model*.safetensors")):  # peft's are adapter_model.safetensors
             save_model(model, temporary / "model.safetensors")
         torch.save({"format": _FORMAT, **vars(state)}, temporary / STATE_FILE)
         description = {"run_id": state.run_id, "step": state.step, **info}

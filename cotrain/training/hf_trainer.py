@@ -12,7 +12,7 @@ from transformers import PrinterCallback, Trainer, TrainingArguments
 from cotrain.arguments import LocalTrainingArguments
 from cotrain.common.errors import UserError
 from cotrain.data.sampler import PeerSampler
-from cotrain.models.model import derive_seed
+from cotrain.models.model import derive_seed, find_device, supports_bf16
 from cotrain.status.loss_meter import LossMeter
 from cotrain.task import Task
 
@@ -95,13 +95,13 @@ class CollaborativeTrainer(Trainer):
 
 
 def choose_devices(args: LocalTrainingArguments) -> tuple[torch.device, int]:
-    """Return the device to compute on and the number of devices: all GPUs of this machine, or its CPU.
+    """Return the device to compute on and the number of devices: all GPUs of this machine with CUDA, or one device.
 
     :raises UserError: if the device does not support the requested precision
     """
     autocast_dtype(args)
-    num_gpus = 0 if args.use_cpu else torch.cuda.device_count()
-    return torch.device("cuda:0" if num_gpus else "cpu"), max(1, num_gpus)
+    device = find_device(args.use_cpu)
+    return device, torch.cuda.device_count() if device.type == "cuda" else 1
 
 
 def autocast_dtype(args: LocalTrainingArguments) -> torch.dtype | None:
@@ -109,12 +109,14 @@ def autocast_dtype(args: LocalTrainingArguments) -> torch.dtype | None:
 
     :raises UserError: if the device does not support the requested precision
     """
-    has_gpu = torch.cuda.is_available() and not args.use_cpu
+    device = find_device(args.use_cpu)
+    has_gpu = device.type != "cpu"
     if args.fp16 and not has_gpu:
         raise UserError("--fp16 needs a GPU, and none is in use; drop the flag (transformers silently ignores it)")
-    has_bf16 = has_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
+    has_bf16 = has_gpu and supports_bf16(device)
     if args.bf16 and has_gpu and not has_bf16:
-        raise UserError(f"--bf16: {torch.cuda.get_device_name()} has no bfloat16; pass --fp16 or no precision flag")
+        name = torch.cuda.get_device_name() if device.type == "cuda" else device.type
+        raise UserError(f"--bf16: {name} has no bfloat16; pass --fp16 or no precision flag")
     if args.fp32 or not (has_gpu or args.bf16):
         return None
     return torch.bfloat16 if args.bf16 or (has_bf16 and not args.fp16) else torch.float16

@@ -13,6 +13,7 @@ from cotrain.models.model import get_objective, read_config, set_objective
 from cotrain.models.objectives import OBJECTIVES
 from cotrain.training.checkpoints import list_checkpoints
 
+ADAPTERS = "adapter_config.json"  # of peft
 _REMEDY = "pass a folder with config.json, model.safetensors and a tokenizer, or an --output_dir with a checkpoint"
 
 
@@ -22,8 +23,8 @@ def find_checkpoint(folder: Path) -> Path:
     :raises UserError: if there is none
     """
     for path in (folder, *list_checkpoints(folder)):
-        has_files = all((path / name).is_file() for name in ("config.json", "tokenizer_config.json"))
-        if has_files and any(path.glob("model.safetensors*")):
+        has_files = any((path / name).is_file() for name in ("config.json", ADAPTERS))
+        if has_files and (path / "tokenizer_config.json").is_file() and any(path.glob("*model.safetensors*")):
             return path
     fault = f"there is no complete checkpoint in '{folder}'" if folder.is_dir() else f"there is no folder '{folder}'"
     raise UserError(f"CHECKPOINT: {fault}; {_REMEDY}")
@@ -34,18 +35,26 @@ def load_checkpoint(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerB
 
     :raises UserError: if it is no checkpoint of a supported model
     """
-    config = read_config(str(folder), flag="CHECKPOINT")
     tokenizer = load_tokenizer(str(folder), flag="CHECKPOINT", remedy=_REMEDY)
+    source, options = str(folder), {}
+    if (folder / ADAPTERS).is_file():
+        from peft import PeftConfig, PeftModel  # seconds
+
+        adapters = PeftConfig.from_pretrained(folder)
+        source, options = adapters.base_model_name_or_path, {"revision": adapters.revision, "dtype": "auto"}
+    config = read_config(source, flag="CHECKPOINT", **options)
     set_objective(config, tokenizer)
     auto_class = AutoModelForCausalLM if OBJECTIVES[get_objective(config)].is_causal else AutoModelForMaskedLM
     try:
         model, info = auto_class.from_pretrained(
-            folder, config=config, trust_remote_code=False, use_safetensors=True, output_loading_info=True
+            source, config=config, trust_remote_code=False, use_safetensors=True, output_loading_info=True, **options
         )
+        if options:
+            model = PeftModel.from_pretrained(model, folder)
     except Exception as error:
         reason = first_line(error)
         raise UserError(f"CHECKPOINT: the weights of '{folder}' cannot be read ({reason}); {_REMEDY}") from None
     if info["missing_keys"]:
         missing = ", ".join(sorted(info["missing_keys"])[:3])
         raise UserError(f"CHECKPOINT: '{folder}' lacks weights of a language model ({missing}); {_REMEDY}")
-    return model.float().eval(), tokenizer
+    return (model if options else model.float()).eval(), tokenizer

@@ -162,7 +162,7 @@ class TrainingSession:
         self.peer.dht.check_invitation()
         if self.status.record_local_step():
             self.watchdog.record_work()
-        if not all_finite([parameter.detach() for parameter in self.model.parameters()]):
+        if not all_finite([p.detach() for p in self.model.parameters() if p.requires_grad]):
             self.recover()
             return not self.should_stop()
         if time.monotonic() < self.joined_at + self.MEETING_SECONDS:

@@ -44,7 +44,7 @@ def load_workload(args: TrainerArguments) -> Workload:
     model = build_initial_model(task, args.collaboration.run_id)
     if args.training.gradient_checkpointing:
         enable_gradient_checkpointing(model)
-    choose_kernels(model, args.training, num_devices if device.type == "cuda" else 0)
+    choose_kernels(model, args.training, 0 if device.type == "cpu" else num_devices)
     if device.type == "cpu":
         share_parameters(model)
     return Workload(task, samples, model, device, num_devices)

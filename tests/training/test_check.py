@@ -17,6 +17,7 @@ from cotrain.training.check import (
     MIN_OPEN_FILES,
     REQUIREMENTS,
     Finding,
+    Sizes,
     attempt,
     check_address,
     check_memories,
@@ -104,10 +105,10 @@ def test_memory(monkeypatch):
     """Model and gradients of 350 million parameters are on the GPU, and not in the memory of a notebook."""
     monkeypatch.setattr(check.psutil, "virtual_memory", lambda: SimpleNamespace(available=13e9))
     monkeypatch.setattr(check.psutil, "disk_usage", lambda _path: SimpleNamespace(free=9e9))
-    monkeypatch.setattr(check.torch.cuda, "mem_get_info", lambda _device: (8e9, 16e9))
+    monkeypatch.setattr(check.torch.accelerator, "get_memory_info", lambda _device: (8e9, 16e9))
 
     def faults(num_parameters: int, device: str, local_updates: bool = False) -> list[str]:
-        found = check_memories(num_parameters, torch.device(device), local_updates)
+        found = check_memories(Sizes(num_parameters), torch.device(device), local_updates)
         return [finding.subject for finding in found if finding.advice]
 
     assert faults(350_000_000, "cpu") == ["memory"] and faults(280_000_000, "cpu") == []
@@ -115,8 +116,20 @@ def test_memory(monkeypatch):
     assert faults(350_000_000, "cuda") == []
     assert faults(350_000_000, "cuda", local_updates=True) == ["GPU memory"]
     assert faults(10**9, "cuda") == ["memory", "GPU memory", "/dev/shm"]
-    *_, last = check_memories(10**9, torch.device("cpu"), False)
+    *_, last = check_memories(Sizes(10**9), torch.device("cpu"), False)
     assert last.line.startswith("FAILED  /dev/shm: 9.0 GB free, about 24.0 needed. Enlarge it")
+
+
+def test_memory_of_adapters(monkeypatch):
+    """A base of 8 billion parameters, with adapters of 42 million: 16 bytes of each of those on the GPU."""
+    monkeypatch.setattr(check.psutil, "virtual_memory", lambda: SimpleNamespace(available=13e9))
+    monkeypatch.setattr(check.torch.accelerator, "get_memory_info", lambda _device: (24e9, 24e9))
+    sizes = Sizes(42_000_000, frozen=16.1e9, activations=4.0e9, text=": 16.1 for the base, and so on")
+    machine, *_ = check_memories(sizes, torch.device("cpu"), False)
+    assert machine.line.startswith("FAILED  memory: 13.0 GB free, about 22.6 needed: 16.1 for the base")
+    machine, gpu, shared = check_memories(sizes, torch.device("cuda"), False)
+    assert gpu.line.startswith("ok      GPU memory: 24.0 GB free, about 20.8 needed: 16.1 for")
+    assert "about 2.0 needed" in machine.text and "base" not in shared.text
 
 
 def test_addresses():

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelFo
 from cotrain.arguments import ModelArguments
 from cotrain.common.errors import UserError
 from cotrain.data.tokenizers import load_tokenizer
-from cotrain.models.model import load_config, load_pretrained
+from cotrain.models.model import load_config
+from cotrain.models.pretrained import load_pretrained
 from cotrain.tasks import task_loading as tasks
 from cotrain.training.checkpoints import list_checkpoints
 from tests.support.families import FAMILIES

@@ -24,6 +24,7 @@ from cotrain.training.hf_trainer import (
     TaskLoss,
     autocast_dtype,
     build_training_arguments,
+    choose_devices,
 )
 from tests.support.fakes import FakeTask, make_batch
 from tests.support.models import build_model
@@ -147,8 +148,7 @@ def test_loss_meter_skips_what_is_not_finite():
 
 
 def test_precision_without_a_gpu(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
     with pytest.raises(UserError, match="--fp16"):
         autocast_dtype(LocalTrainingArguments(fp16=True))
     assert autocast_dtype(LocalTrainingArguments()) is None
@@ -282,3 +282,24 @@ def test_two_gpus_compute_in_the_requested_precision(precision, tmp_path):
     assert {used for _, used in calls} == {expected}
     reference, _ = train_on_devices(tmp_path)
     assert loss == pytest.approx(reference, rel=0.01)
+
+
+@pytest.mark.parametrize(("has_bf16", "expected"), [(True, torch.bfloat16), (False, torch.float16)])
+def test_accelerators_other_than_cuda_are_used(monkeypatch, has_bf16, expected):
+    """A stand-in for a Mac's GPU: an older macOS refuses bfloat16."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("mps"))
+
+    def multiply(*_shape, dtype, device):
+        assert (dtype, device) == (torch.bfloat16, torch.device("mps", 0))
+        if not has_bf16:
+            raise TypeError("BFloat16 is not supported on MPS")
+        return torch.full((2, 2), 1.0)
+
+    monkeypatch.setattr(torch, "ones", multiply)
+    args = LocalTrainingArguments()
+    assert choose_devices(args) == (torch.device("mps", 0), 1) and autocast_dtype(args) == expected
+    args = LocalTrainingArguments(use_cpu=True)
+    assert choose_devices(args) == (torch.device("cpu"), 1) and autocast_dtype(args) is None
+    if not has_bf16:
+        with pytest.raises(UserError, match="--bf16: mps has no bfloat16; pass --fp16"):
+            autocast_dtype(LocalTrainingArguments(bf16=True))

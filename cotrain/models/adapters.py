@@ -1,0 +1,66 @@
+"""Fine-tuning with adapters (LoRA, Hu et al., 2021, https://arxiv.org/abs/2106.09685) by peft.
+
+The parameters of the base model are frozen: they keep their precision, and peers do not exchange them.
+"""
+
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import PreTrainedModel
+
+from cotrain.arguments import ModelArguments
+from cotrain.common.errors import UserError, first_line
+from cotrain.models.model import get_objective
+from cotrain.models.objectives import OBJECTIVES
+
+
+def add_adapters(base: PreTrainedModel, args: ModelArguments) -> PeftModel:
+    """Freeze a model, and add adapters in float32 as --lora_rank and its like say.
+
+    :param base: with its weights; or on the meta device for a peer that computes nothing, whose adapters are zeros
+    :raises UserError: if no layer matches --lora_targets
+    """
+    name, targets = args.model_name_or_path, args.lora_targets
+    options = LoraConfig(
+        r=args.lora_rank,
+        lora_alpha=args.lora_alpha or 2 * args.lora_rank,
+        target_modules=targets if targets == "all-linear" else targets.split(","),
+        task_type="CAUSAL_LM" if OBJECTIVES[get_objective(base.config)].is_causal else None,
+    )
+    try:
+        model = get_peft_model(base, options)
+    except ValueError as error:
+        raise UserError(f"--lora_targets {targets}: {first_line(error):.200}") from None
+    # What a checkpoint of the adapters names: the way back to the base
+    options.base_model_name_or_path = str(Path(name).resolve()) if Path(name).is_dir() else name
+    options.revision = args.model_revision
+    for module in model.modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad and parameter.is_meta:
+                setattr(module, key, torch.nn.Parameter(torch.zeros_like(parameter, device="cpu")))
+    return model
+
+
+def activation_bytes(model: PreTrainedModel, batch_size: int, length: int) -> int:
+    """Return the bytes that a forward pass keeps for the backward pass, without parameters. The model is on meta.
+
+    Attention is counted as fused kernels compute it, which keep no matrix of the sequence by itself. For a Llama of
+    8 layers with adapters, 1 % less than a CPU keeps, and 30 % more than with mixed precision.
+    """
+    kept = {}
+
+    def key_of(tensor: torch.Tensor) -> int:
+        return tensor.untyped_storage()._cdata  # noqa: SLF001  on meta, each data_ptr is 0
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape[-2:] != (length, length):
+            kept[key_of(tensor)] = tensor.untyped_storage()
+        return tensor
+
+    tokens = torch.zeros(batch_size, length, dtype=torch.long, device="meta")
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        model(input_ids=tokens, labels=tokens)
+    for tensor in (*model.parameters(), *model.buffers()):
+        kept.pop(key_of(tensor), None)
+    return sum(storage.nbytes() for storage in kept.values())

@@ -1,0 +1,108 @@
+"""Pretrained weights at --model_name_or_path, a folder or a repository of the Hugging Face Hub."""
+
+import contextlib
+import hashlib
+import logging
+from pathlib import Path
+
+import torch
+from huggingface_hub import HfApi
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+from safetensors import safe_open
+from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
+from transformers.utils import cached_file
+
+from cotrain.arguments import ModelArguments
+from cotrain.common.errors import UserError, first_line
+from cotrain.common.hosts import MAX_BYTES
+from cotrain.models.config import is_inline
+from cotrain.models.model import get_model_class, try_model
+
+logger = logging.getLogger(__name__)
+
+SAMPLED = 1024  # elements at the begin of each tensor that the digest covers
+
+
+def load_pretrained(config: PretrainedConfig, args: ModelArguments) -> PreTrainedModel:
+    """Build a model from pretrained weights. Layers without are initialized.
+
+    With --lora_rank it has the precision of the weights, and on a CPU their pages of the file. Otherwise it is in
+    float32.
+
+    :raises UserError: if there are none, they do not fit the configuration, or a run chose more than MAX_BYTES of them
+    """
+    name = args.model_name_or_path
+    if is_inline(name) or Path(name).is_file():
+        remedy = "pass a folder that also contains the weights"
+        raise UserError(f"--from_pretrained: '{name:.200}' is a configuration; {remedy}")
+    options = dict(args.hub_options)
+    if not Path(name).is_dir():
+        _announce_size(args)
+    if args.lora_rank is not None:
+        options |= {"dtype": "auto", "use_safetensors": True}
+    if args.load_in_4bit:
+        options |= _quantize()
+    try:
+        model = get_model_class(config).from_pretrained(name, config=config, **options)
+    except Exception as error:
+        raise UserError(f"--from_pretrained: {_explain(error, args)}") from None
+    return try_model(model if args.lora_rank is not None else model.to(torch.float32))
+
+
+def _announce_size(args: ModelArguments) -> None:
+    """Log the size of the weights on the Hub; UserError if a run has chosen more than MAX_BYTES."""
+    name, size = args.model_name_or_path, 0
+    with contextlib.suppress(Exception):  # without the Hub, nothing is downloaded
+        info = HfApi(token=args.hub_options.get("token")).model_info(
+            name, revision=args.model_revision, files_metadata=True, timeout=30.0
+        )
+        size = sum(file.size or 0 for file in info.siblings if file.rfilename.endswith(".safetensors"))
+        logger.info(f"The weights of {name} have {size / 1e9:.1f} GB; what is not in {args.cache_dir} is downloaded")
+    if size > MAX_BYTES and "model_name_or_path" in args.adopted:
+        raise UserError(f"the weights of '{name}' have {size / 1e9:.0f} GB: pass --model_name_or_path yourself")
+
+
+def _quantize() -> dict[str, object]:
+    """Return the options for a base in 4 bits (NF4 of QLoRA, https://arxiv.org/abs/2305.14314), on the first GPU."""
+    if not torch.cuda.is_available():
+        raise UserError("--load_in_4bit needs a GPU that bitsandbytes supports: drop the flag")
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16,
+    )
+    return {"quantization_config": config, "device_map": {"": 0}}
+
+
+def _explain(error: BaseException, args: ModelArguments) -> str:
+    """Return why weights cannot be loaded, and the remedy, in one line."""
+    name, cause = args.model_name_or_path, error
+    while cause is not None and not isinstance(cause, RepositoryNotFoundError | RevisionNotFoundError):
+        cause = cause.__cause__ or cause.__context__
+    if isinstance(cause, GatedRepoError):
+        remedy = f"accept its licence at https://huggingface.co/{name}, run `hf auth login`"
+        own = f", and pass --model_name_or_path {name} yourself" if "model_name_or_path" in args.adopted else ""
+        return f"'{name}' is for people who have accepted its licence: {remedy}{own}"
+    if isinstance(cause, RevisionNotFoundError):
+        return f"'{name}' has no revision {args.model_revision}: ask for its commit"
+    if isinstance(cause, RepositoryNotFoundError):
+        return f"the Hub has no public repository '{name}': check the name, or run `hf auth login` for a private one"
+    return f"no weights that fit at '{name}' ({first_line(error)})"
+
+
+def digest_weights(args: ModelArguments) -> str:
+    """Return digits that tell other pretrained weights: of names, types, shapes and first elements of all tensors.
+
+    Other files with the same tensors have the same digits. An 8-billion base takes seconds, since little is read.
+    """
+    name, options = args.model_name_or_path, args.hub_options
+    config = Path(name, "config.json") if Path(name).is_dir() else Path(cached_file(name, "config.json", **options))
+    tensors = {}
+    for path in config.parent.glob("model*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118  it is no dictionary
+                part = file.get_slice(key)
+                sample = file.get_tensor(key).flatten()[:SAMPLED].view(torch.uint8).numpy().tobytes()
+                tensors[key] = f"{part.get_dtype()} {part.get_shape()} {hashlib.sha256(sample).hexdigest()}"
+    return hashlib.sha256(repr(sorted(tensors.items())).encode()).hexdigest()[:16]

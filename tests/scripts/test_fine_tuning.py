@@ -1,0 +1,57 @@
+"""Peers fine-tune a model together with adapters, with the real scripts."""
+
+import re
+
+from peft import AutoPeftModelForCausalLM
+
+from cotrain.data.archive import file_sha256
+from cotrain.training.checkpoints import list_checkpoints
+from tests.support.peers import Scripts, prepare_data, read_jsonl
+from tests.training.test_adapters import VOCAB_SIZE, make_base, tokens
+
+STEPS = 8
+SETTINGS = ("--lora_rank", 4, "--optimizer", "adamw", "--adam_epsilon", 1e-8, "--learning_rate", 0.01,
+            "--warmup_steps", 0, "--target_batch_size", 64, "--metadata_expiration", 10)  # fmt: skip
+
+
+def test_unequal_peers_fine_tune_one_base(tmp_path, launcher):
+    """The second trainer comes later, is slower, has a training loop of its own, and is killed and started again."""
+    prepare_data(tmp_path / "data", "clm", VOCAB_SIZE, launcher=launcher)
+    base, other = make_base(tmp_path / "base"), make_base(tmp_path / "other", seed=1)
+    before = file_sha256(base / "model.safetensors")
+    scripts = Scripts(tmp_path, tmp_path / "data", launcher=launcher)
+    try:
+        settings = ("--model_name_or_path", base, *SETTINGS)
+        monitor = scripts.monitor(*settings, "--save_checkpoint_step_interval", 1)
+        joins = ("--initial_peers", monitor.address, "--learning_rate", 0.01, "--warmup_steps", 0)
+        common = (*joins, "--model_name_or_path", base, "--matchmaking_time", 4, "--max_global_steps", STEPS)
+        one = scripts.trainer("one", *common, pace=0.4)
+        monitor.wait_for(r"Step #1\t")
+        stranger = scripts.trainer("stranger", *joins, "--model_name_or_path", other)
+        two = scripts.trainer("two", *common, name_of_script="run_custom_trainer.py", pace=0.8)
+        two.wait_for("Averaged gradients with 2 peers")
+        two.kill()
+        assert stranger.wait() == 1, stranger.output
+        assert re.search(r"error: the 1 trainers? of this run have another model", stranger.output), stranger.output
+        two = scripts.trainer("two", *common, name_of_script="run_custom_trainer.py", pace=0.8)
+        two.wait_for(r"Joined the collaboration at step #\d+")
+        evaluator = scripts.start(
+            "run_evaluator.py", *joins[:2], "--model_name_or_path", base, "--tokenizer_path",
+            tmp_path / "data/tokenizer", "--dataset_path", tmp_path / "data/dataset", "--output_dir",
+            tmp_path / "evaluator", "--evaluation_steps", 1, "--refresh_period", 0.5, "--max_global_steps", STEPS,
+            "--max_eval_samples", 8, log="evaluator",
+        )  # fmt: skip
+        assert one.wait() == two.wait() == evaluator.wait() == 0, one.output + two.output + evaluator.output
+        assert monitor.stop() == 0
+        assert "Traceback" not in "".join(script.output for script in (monitor, one, two, stranger, evaluator))
+    finally:
+        scripts.close()
+    newest = list_checkpoints(tmp_path / "monitor")[0]
+    assert newest.name == f"checkpoint-{STEPS}"
+    assert sum(file.stat().st_size for file in newest.glob("*.safetensors")) < 60_000
+    model = AutoPeftModelForCausalLM.from_pretrained(newest, dtype="auto")
+    assert model(input_ids=tokens(), labels=tokens()).loss.isfinite()
+    assert file_sha256(base / "model.safetensors") == before
+    losses = [record["loss"] for record in read_jsonl(tmp_path / "monitor/metrics.jsonl")]
+    assert losses[-1] < losses[0]
+    assert read_jsonl(tmp_path / "evaluator/evaluations.jsonl")[-1]["validation loss"] < losses[0]

@@ -1,0 +1,253 @@
+"""Fine-tuning with adapters, without peers."""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub.errors import GatedRepoError, RevisionNotFoundError
+from peft import AutoPeftModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from cotrain.arguments import DatasetArguments, ModelArguments
+from cotrain.common.errors import UserError
+from cotrain.models import pretrained
+from cotrain.models.adapters import activation_bytes, add_adapters
+from cotrain.models.model import enable_gradient_checkpointing, get_model_class, to_float
+from cotrain.models.pretrained import digest_weights, load_pretrained
+from cotrain.monitoring.evaluation import Evaluator
+from cotrain.tasks.task_loading import build_initial_model, load_task
+from cotrain.training.builders import build_param_groups
+from cotrain.training.pretrained import find_checkpoint, load_checkpoint
+from tests.support.peers import prepare_data
+
+VOCAB_SIZE = 600
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory, launcher):
+    folder = tmp_path_factory.mktemp("clm")
+    prepare_data(folder, "clm", VOCAB_SIZE, launcher=launcher)
+    return folder
+
+
+def make_base(folder: Path, seed: int = 0, **options) -> Path:
+    """Save a small Llama in bf16, and return its folder."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512,
+    )  # fmt: skip
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder, **options)
+    return folder
+
+
+@pytest.fixture
+def base(tmp_path):
+    return make_base(tmp_path / "base")
+
+
+def arguments(prepared: Path, name: object, **flags) -> DatasetArguments:
+    flags = {"lora_rank": 4, **flags}
+    folders = {"tokenizer_path": str(prepared / "tokenizer"), "dataset_path": str(prepared / "dataset")}
+    return DatasetArguments(model_name_or_path=str(name), **folders, **flags)
+
+
+def build(args: ModelArguments, has_weights: bool = True):
+    return build_initial_model(load_task(args, has_weights=has_weights), "run")
+
+
+def tokens(size: int = 2, length: int = 16) -> torch.Tensor:
+    return torch.randint(VOCAB_SIZE, (size, length), generator=torch.Generator().manual_seed(1))
+
+
+def change(model: torch.nn.Module) -> None:
+    """Give the adapters values that change the model."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+
+def test_only_adapters_are_trained_and_the_base_keeps_its_precision(prepared, base):
+    model, stored = build(arguments(prepared, base)), load_file(base / "model.safetensors")
+    trained = [p for group in build_param_groups(model, 0.01) for p in group["params"]]
+    names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert all("lora_" in name for name in names) and len(trained) == len(names) == 2 * 2 * 7
+    assert {parameter.dtype for parameter in trained} == {torch.float32}
+    frozen = {name.removeprefix("base_model.model.").replace(".base_layer", ""): parameter
+              for name, parameter in model.named_parameters() if not parameter.requires_grad}  # fmt: skip
+    assert frozen.keys() == stored.keys() and all(frozen[name].equal(stored[name]) for name in stored)
+    optimizer = torch.optim.AdamW(trained, 0.1)
+    model(input_ids=tokens(), labels=tokens()).loss.backward()
+    optimizer.step()
+    assert all(frozen[name].equal(stored[name]) for name in stored)
+
+
+def test_adapters_begin_equal_on_all_peers_and_change_nothing(prepared, base):
+    one, two = build(arguments(prepared, base)), build(arguments(prepared, base))
+    pairs = zip(one.named_parameters(), two.parameters(), strict=True)
+    assert all(parameter.equal(other) for (_, parameter), other in pairs)
+    expected = AutoModelForCausalLM.from_pretrained(base, dtype="auto")(input_ids=tokens()).logits
+    assert one(input_ids=tokens()).logits.equal(expected)
+
+
+def test_checkpoint_of_a_monitor_without_the_base_is_the_trainers_model(prepared, base, tmp_path):
+    """A merged model is the base plus the products of the adapters."""
+    args = arguments(prepared, base, lora_alpha=12)
+    trainer = build(args)
+    change(trainer)
+    task = load_task(args)
+    monitor = build_initial_model(task, "run")
+    assert all(parameter.is_meta != parameter.requires_grad for parameter in monitor.parameters())
+    for groups in zip(build_param_groups(monitor, 0.01), build_param_groups(trainer, 0.01), strict=True):
+        for parameter, other in zip(*(group["params"] for group in groups), strict=True):
+            parameter.data.copy_(other.data)
+    folder = tmp_path / "checkpoint-3"
+    task.save_pretrained(monitor, folder)
+    assert not (folder / "config.json").exists() and (folder / "adapter_model.safetensors").stat().st_size < 60_000
+    opened = AutoPeftModelForCausalLM.from_pretrained(folder, dtype="auto")
+    assert opened(input_ids=tokens()).logits.equal(trainer(input_ids=tokens()).logits)
+    assert find_checkpoint(folder) == folder
+    model, tokenizer = load_checkpoint(folder)
+    assert model(input_ids=tokens()).logits.equal(trainer(input_ids=tokens()).logits) and len(tokenizer) == VOCAB_SIZE
+    merged = opened.float().merge_and_unload().state_dict()
+    adapters, stored = load_file(folder / "adapter_model.safetensors"), load_file(base / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj"
+    one, two = (adapters[f"base_model.model.{name}.lora_{matrix}.weight"] for matrix in "AB")
+    assert merged[f"{name}.weight"].allclose(stored[f"{name}.weight"].float() + 12 / 4 * two @ one, atol=1e-6)
+
+
+def test_other_weights_have_another_digest(prepared, base, tmp_path):
+    digest = digest_weights(arguments(prepared, base))
+    resharded = make_base(tmp_path / "resharded", max_shard_size="50KB")
+    assert len(list(resharded.glob("*.safetensors"))) > 2
+    assert digest_weights(arguments(prepared, resharded)) == digest
+    assert digest_weights(arguments(prepared, make_base(tmp_path / "other", seed=1))) != digest
+
+
+def test_frozen_parameters_of_a_task_keep_their_precision():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1)).half()
+    model[:2].requires_grad_(requires_grad=False)
+    assert {tensor.dtype for tensor in to_float(model)[:2].state_dict().values()} == {torch.float16, torch.int64}
+    assert {parameter.dtype for parameter in model[2].parameters()} == {torch.float32}
+    assert sum(p.numel() for group in build_param_groups(model, 0.0) for p in group["params"]) == 3
+
+
+def test_gradient_checkpointing_gives_the_same_gradients(prepared, base):
+    gradients = []
+    for is_checkpointed in (False, True):
+        model = build(arguments(prepared, base)).train()
+        change(model)
+        if is_checkpointed:
+            enable_gradient_checkpointing(model)
+        model(input_ids=tokens(), labels=tokens()).loss.backward()
+        gradients.append([parameter.grad for parameter in model.parameters() if parameter.requires_grad])
+    assert all(one.equal(two) and one.norm() > 0 for one, two in zip(*gradients, strict=True))
+
+
+def test_evaluator_does_not_copy_a_frozen_base(prepared, base, monkeypatch):
+    args = arguments(prepared, base)
+    task, model, seen = load_task(args, has_weights=True), build(args), []
+    options = SimpleNamespace(max_eval_samples=2, per_device_eval_batch_size=2, use_cpu=True, disable_tqdm=True)
+    evaluate = task.evaluate
+    monkeypatch.setattr(task, "evaluate", lambda model, batch: (seen.append(model), evaluate(model, batch))[1])
+    assert Evaluator(task, lambda: False, options).evaluate(model, 1)["loss"] > 0
+    shared = [own is other for own, other in zip(model.parameters(), seen[0].parameters(), strict=True)]
+    assert shared == [not parameter.requires_grad for parameter in model.parameters()]
+
+
+def test_all_is_read_from_one_commit(prepared, base, tmp_path, monkeypatch):
+    """The branch names the newest one; a checkpoint names the commit."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    repository = tmp_path / "cache/models--me--model"
+    shutil.copytree(base, repository / "snapshots/abc123")
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text("abc123", encoding="utf-8")
+    args = arguments(prepared, "me/model", cache_dir=str(tmp_path / "cache"))
+    assert args.from_pretrained
+    model = build(args)
+    assert args.model_revision == "abc123" and len(digest_weights(args)) == 16
+    load_task(args).save_pretrained(model, tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved/adapter_config.json").read_text(encoding="utf-8"))
+    assert (saved["base_model_name_or_path"], saved["revision"]) == ("me/model", "abc123")
+
+
+def refusal(kind: type) -> Exception:
+    response = SimpleNamespace(status_code=403, headers={}, request=SimpleNamespace(url="x", method="GET"), text="")
+    error = kind.__new__(kind)
+    Exception.__init__(error, "refused")
+    error.response = response
+    return error
+
+
+@pytest.mark.parametrize(
+    ("kind", "line"),
+    [
+        (GatedRepoError, r"accept its licence at https://huggingface.co/me/model, run `hf auth login`, and pass"),
+        (RevisionNotFoundError, r"'me/model' has no revision abc: ask for its commit"),
+    ],
+)
+def test_hub_says_in_one_line_why_weights_are_not_given(prepared, base, monkeypatch, kind, line):
+    def fail(*_, **__):
+        try:
+            raise refusal(kind)
+        except Exception as error:
+            raise OSError("You are trying to access\na gated repo") from error
+
+    config = LlamaConfig.from_pretrained(base)
+    args = arguments(prepared, "me/model", model_revision="abc")
+    args.adopted = {"model_name_or_path"}
+    monkeypatch.setattr(pretrained, "_announce_size", lambda _args: None)
+    monkeypatch.setattr(get_model_class(config), "from_pretrained", fail)
+    with pytest.raises(UserError, match=line) as refused:
+        load_pretrained(config, args)
+    assert "\n" not in str(refused.value)
+
+
+def test_wrong_flags_are_refused(prepared, base):
+    with pytest.raises(UserError, match="--lora_targets q_prj: "):
+        build(arguments(prepared, base, lora_targets="q_prj"))
+    with pytest.raises(UserError, match="--load_in_4bit also needs --lora_rank"):
+        arguments(prepared, base, lora_rank=None, load_in_4bit=True)
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="--load_in_4bit needs a GPU"):
+            build(arguments(prepared, base, load_in_4bit=True))
+
+
+def test_activations_are_counted_without_weights(prepared, base):
+    """Beside what a forward pass on the CPU keeps."""
+    model, kept = build(arguments(prepared, base)), {}
+    own = {parameter.untyped_storage().data_ptr() for parameter in [*model.parameters(), *model.buffers()]}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(input_ids=tokens(2, 128), labels=tokens(2, 128))
+    expected = sum(storage.nbytes() for address, storage in kept.items() if address not in own)
+    model = add_adapters(LlamaForCausalLM.from_pretrained(base, dtype="auto"), arguments(prepared, base)).to("meta")
+    assert activation_bytes(model, 2, 128) == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.gpu
+def test_a_base_in_4_bits_learns_on_a_gpu(prepared, base):
+    pytest.importorskip("bitsandbytes")
+    args = arguments(prepared, base, load_in_4bit=True)
+    model = build(args).to("cuda:0").train()
+    assert digest_weights(args) == digest_weights(arguments(prepared, base))
+    optimizer, losses = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.01), []
+    for _ in range(10):
+        loss = model(input_ids=tokens().cuda(), labels=tokens().cuda()).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.1
+    assert any(parameter.dtype == torch.uint8 for parameter in model.parameters())
