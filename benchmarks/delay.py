@@ -34,7 +34,7 @@ from benchmarks.low_communication import MODEL, SEQ_LENGTH, VOCAB_SIZE, TextTask
 from cotrain.arguments import HyperparameterArguments
 from cotrain.training.builders import build_local_optimizer, build_param_groups, build_scheduler
 from peerstep.accumulators import clip_norm
-from peerstep.optimizer import SHORT
+from peerstep.pace import SHORT
 from peerstep.patches import apply_patches
 from peerstep.state import set_schedule
 from tests.support.peers import prepare_data

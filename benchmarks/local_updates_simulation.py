@@ -200,7 +200,7 @@ class LocalTrainer(LocalTraining):
     def train(self, batch: dict[str, torch.Tensor], num_samples: int) -> None:
         self.model.zero_grad()
         self.model(**batch).loss.backward()
-        self.take_local_step(num_samples, self.step)
+        self.add(num_samples, self.step)
 
     def receive_step(self, step: int) -> None:
         """Move the model to the parameters of a global step, plus the local updates that no step has used."""

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hivemind.averaging.control import AveragingStage
 from hivemind.utils import get_logger
@@ -43,14 +43,12 @@ class RoundCoordinator:
     averaging_timeout: float  # seconds after which a round is abandoned
     batch_size_lead: int = 0  # samples before the target at which that search starts at the latest
     is_settling: bool = False  # see CollaborativeOptimizer
-    num_attempts: int = 0  # for the newest step
-    last_error: str = ""
-    has_sent: bool = False  # whether members of a failed round may have used the contribution
 
     def __post_init__(self):
         self._timeout = self.averaging_timeout
         self._control: RoundControl | None = None
         self._number: int | None = None  # step of the running round
+        self._num_attempts, self._error, self._may_be_used = 0, "", False  # of that round, see RoundResult
         self._told: tuple | None = None  # roster and finished step that the averager's process has received last
         self._lock = threading.Lock()
         self._stopped = threading.Event()
@@ -101,7 +99,7 @@ class RoundCoordinator:
 
     def average(self, number: int, weight: float) -> RoundResult:
         """Run the round of a step, after `tracker.begin_step`."""
-        self._number, self.num_attempts, self.last_error, self.has_sent = number, 0, "", False
+        self._number, self._num_attempts, self._error, self._may_be_used = number, 0, "", False
         self.update_roster()
         deadline = time.monotonic() + self._timeout
         try:
@@ -110,22 +108,22 @@ class RoundCoordinator:
         finally:
             self._number, control = None, self._control
             self.call_off()
-            self.has_sent |= control is not None and control.began_allreduce
+            self._may_be_used |= control is not None and control.began_allreduce
         if result.outcome == Outcome.AVERAGED:
             self._timeout = self.averaging_timeout
         elif result.outcome == Outcome.FAILED:  # the other peers may be unreachable: spend less time on the next step
             self._timeout = max(self._timeout / 2, 1.5 * self.matchmaking_time)
-        return result
+        return replace(result, num_attempts=self._num_attempts, error=self._error, may_be_used=self._may_be_used)
 
     def _attempt(self, number: int, weight: float, deadline: float) -> RoundResult | None:
         """Search for a group and average in it; None if the attempt failed and can be repeated."""
-        self.num_attempts += 1
+        self._num_attempts += 1
         control = self._control
         if control is None or control.done() or control.number != number:
             if (reason := self._reason_to_give_up(number, deadline)) is not None:
                 return RoundResult(reason)
             control = self._schedule(number, max(1.0, deadline - time.monotonic()))
-        control.weight = 0.0 if self.has_sent else weight
+        control.weight = 0.0 if self._may_be_used else weight
         control.allow_allreduce()
         reason, since, look_at, look_seconds = None, 0.0, time.monotonic(), LOOK_SECONDS
         while not (control.done() or self._stopped.is_set()):
@@ -143,11 +141,11 @@ class RoundCoordinator:
             return RoundResult(Outcome.STOPPED)
         self._control = None
         try:
-            return control.result(timeout=0)
+            return self.averager.collect(control)
         except BaseException as error:
-            self.has_sent |= control.began_allreduce
-            self.last_error = str(error) or type(error).__name__
-            logger.warning(f"The round of step #{number} failed: {self.last_error}")
+            self._may_be_used |= control.began_allreduce
+            self._error = str(error) or type(error).__name__
+            logger.warning(f"The round of step #{number} failed: {self._error}")
             return None
 
     def _reason_to_give_up(self, number: int, deadline: float) -> Outcome | None:

@@ -4,14 +4,17 @@ This is DiLoCo (https://arxiv.org/abs/2311.08105) without a fixed number of loca
 peers together have computed the target batch, and each peer is weighted by its samples.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from peerstep.accumulators import UpdateAccumulator
+from peerstep.accumulators import Accumulator, clip_norm
+from peerstep.base import shared_zeros_like
+from peerstep.bounds import MAX_GRADIENT_NORM
 from peerstep.optimizer_state import OptimizerBuilder, SchedulerBuilder, build_with_statistics
 from peerstep.state import set_schedule
 from peerstep.state_layout import all_finite
@@ -50,27 +53,30 @@ def step_builders(
     return {"optimizer": partial(build_with_statistics, optimizer), "scheduler": scheduler}
 
 
-class LocalTraining(UpdateAccumulator):
-    """Takes local steps of an inner optimizer, and accumulates what they change.
+class LocalTraining(Accumulator):
+    """Takes local steps of an inner optimizer. A contribution is a pseudo-gradient: what they have changed.
 
     The optimizer of the run is the outer one. It holds the parameters of the last global step (theta) on the CPU. The
     model has theta plus the local updates of this peer. A round averages theta, and the pseudo-gradients of the peers:
     theta minus the parameters of the model, weighted by samples. The outer optimizer takes its step with their
     average. A peer that missed a round receives theta of the others in a later round.
 
-    With delayed averaging the local steps continue during the round, and count in the next one. Without it the main
-    thread waits at the end of a local step while a round is due or runs. The round waits for no local step.
+    With delayed averaging the local steps continue during the round, and count in the next one: until the model has
+    the result, a pseudo-gradient is the difference from the model at the last load. Without it the main thread waits
+    at the end of a local step while a round is due or runs. The round waits for no local step.
 
     The statistics of the inner optimizer are never sent: a newcomer begins without them.
 
     :param param_groups: of the model, in the order of the outer optimizer's
     :param build_inner, build_schedule: build the inner optimizer for them, and its schedule over global steps
     :param max_grad_norm: bound on the norm of the gradient of a local step; 0: no bound
-    :param tensors, options: of UpdateAccumulator
+    :param tensors: of Accumulator
+    :param max_norm: bound on the norm of an average, relative to that of the parameters; 0: none
+    :param project: returns what a round takes of a tensor; the rest stays in the model as a local update. None: all
     """
 
-    name = "updates"
-    ages = False
+    name, ages = "updates", False
+    inner: torch.optim.Optimizer
 
     def __init__(
         self,
@@ -78,12 +84,16 @@ class LocalTraining(UpdateAccumulator):
         build_inner: OptimizerBuilder,
         build_schedule: SchedulerBuilder,
         max_grad_norm: float,
-        *tensors,
-        **options,
+        *tensors: Sequence[torch.Tensor],
+        max_norm: float = 0.0,
+        project: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ):
-        super().__init__(*tensors, **options)
+        super().__init__(*tensors, max_norm=max_norm)
         self._groups, self._build_inner, self._build_schedule = param_groups, build_inner, build_schedule
-        self.max_grad_norm = max_grad_norm
+        self.max_grad_norm, self.project = max_grad_norm, project
+        self._base = [shared_zeros_like(parameter).copy_(parameter.detach()) for parameter in self.step_parameters]
+        self._loaded = [shared_zeros_like(base) for base in self._base]  # parameters of the model at the last load
+        self._is_loaded = False  # whether a round has the loaded contribution
         self._start_inner()
 
     def _start_inner(self) -> None:
@@ -91,21 +101,90 @@ class LocalTraining(UpdateAccumulator):
         self._schedule = self._build_schedule(self.inner)
         self._num_inner_steps = 0
 
-    def take_local_step(self, num_samples: int, step: int) -> int:
-        """Take a local step with the gradients of the model, at the learning rate of global step `step + 1`."""
-        self._set_learning_rate(step)
+    @torch.no_grad()
+    def bound(self) -> float:
+        return self.max_norm * float(torch.nn.utils.get_total_norm(self.step_parameters))
+
+    def add(self, num_samples: int, step: int = 0) -> int:
+        """Take a local step with the gradients of the model, at the learning rate of global step `step + 1`.
+
+        :returns: the samples since the last round
+        """
+        set_schedule(self._schedule, step)
+        if self._num_inner_steps < INNER_WARMUP_STEPS:
+            for group in self.inner.param_groups:
+                group["lr"] *= (self._num_inner_steps + 1) / INNER_WARMUP_STEPS
         if self.max_grad_norm:
             torch.nn.utils.clip_grad_norm_(self.main_parameters, self.max_grad_norm)
         with self.lock:  # a round that begins now has all of this step or nothing of it
             self.inner.step()
             self._num_inner_steps += 1
-            return self.add(num_samples)
+            self.num_samples += num_samples
+            return self.num_samples
 
-    def _set_learning_rate(self, step: int) -> None:
-        set_schedule(self._schedule, step)
-        if self._num_inner_steps < INNER_WARMUP_STEPS:
-            for group in self.inner.param_groups:
-                group["lr"] *= (self._num_inner_steps + 1) / INNER_WARMUP_STEPS
+    @torch.no_grad()
+    def load(self) -> int:
+        """Load the pseudo-gradient as the contribution to a round.
+
+        :returns: the number of samples in the contribution; 0 if the parameters of the model are not finite
+        """
+        with self.lock:
+            num_samples, self.num_samples = self.num_samples, 0
+            self._is_loaded = True
+            for base, loaded, parameter, difference in zip(
+                self._base, self._loaded, self.main_parameters, self.contribution, strict=True
+            ):
+                loaded.copy_(parameter)
+                torch.sub(base, loaded, out=difference)
+            if not math.isfinite(clip_norm(self.contribution, MAX_GRADIENT_NORM)):
+                num_samples = 0
+                torch._foreach_copy_(self._loaded, self._base)
+                torch._foreach_zero_(self.contribution)
+            elif self.project is not None:
+                for loaded, difference in zip(self._loaded, self.contribution, strict=True):
+                    sent = self.project(difference)
+                    loaded.add_(difference - sent)
+                    difference.copy_(sent)
+        return num_samples
+
+    def take_back(self, num_samples: int) -> None:
+        """Count the loaded contribution, which no round has used, in the next round."""
+        with self.lock:
+            self._is_loaded = False
+            self.num_samples += num_samples
+
+    @torch.no_grad()
+    def confirm(self) -> None:
+        with self.lock:
+            self._is_loaded = False
+            self._base, self._loaded = self._loaded, self._base
+
+    @torch.no_grad()
+    def local_changes(self) -> list[torch.Tensor]:
+        """Return the local updates that no step has used, on the device of the model."""
+        return [
+            parameter - base.to(parameter.device)
+            for parameter, base in zip(self.main_parameters, self._base, strict=True)
+        ]
+
+    @torch.no_grad()
+    def rebase(self, changes: Sequence[torch.Tensor] | None = None) -> None:
+        """Set the model to the newest global step plus local updates; default: those that no step has used."""
+        with self.lock:
+            changes = self.local_changes() if changes is None else changes
+            for parameter, change, newest, base, loaded in zip(
+                self.main_parameters, changes, self.step_parameters, self._base, self._loaded, strict=True
+            ):
+                parameter.copy_(newest.to(parameter.device) + change)
+                if self._is_loaded:
+                    loaded.add_(newest - base)
+                base.copy_(newest)
+
+    def drop(self) -> None:
+        """Drop the local updates: set the model to the parameters of the last global step."""
+        with self.lock:
+            self.rebase([torch.zeros_like(parameter) for parameter in self.main_parameters])
+            self.num_samples = 0
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:

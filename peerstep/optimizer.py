@@ -9,13 +9,11 @@ steps therefore takes part in each round, with the gradients that it has.
 import math
 import multiprocessing
 import os
-import statistics
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import hivemind
@@ -29,8 +27,9 @@ from peerstep.coordinator import Outcome, RoundCoordinator, StepRecord
 from peerstep.history import add_mark, different_marks
 from peerstep.local_updates import LocalTraining, LocalUpdates, step_builders
 from peerstep.optimizer_state import OptimizerBuilder, SchedulerBuilder, build_state_compression, constant_schedule
+from peerstep.pace import Pace
 from peerstep.progress import WARN_SECONDS, ProgressTracker, TrackerOptions
-from peerstep.progress_record import MAX_LAG, MAX_ROUNDS, PeerProgress
+from peerstep.progress_record import MAX_LAG, PeerProgress
 from peerstep.rounds import RoundAverager, RoundResult
 from peerstep.standing import EQUAL, LACKING
 from peerstep.state import TrainingStateAverager
@@ -44,8 +43,6 @@ MAX_MISSED_UPDATES = 64  # steps that the other peers can have taken during a do
 # Consecutive steps without a round after which a peer says that it is away, or takes the step without the others.
 # The trainer with the smallest peer ID goes first, the others only if it takes no step either.
 MAX_FAILURES, MAX_FAILURES_OF_OTHERS = 3, 6
-# Fraction of a global step that local steps and rounds may wait for each other, also with delays
-SHORT = 0.05
 ROUND_RETRY_SECONDS = 1.0  # after a failed round, for a local step of a peer that computes nothing during rounds
 MAX_FAILED_LOADS = 3  # before peers that claim a step without any offered state are ignored for a while
 
@@ -58,10 +55,6 @@ def use_one_core() -> None:
     """
     torch.get_num_threads()  # torch sets the limit of a thread at its first use
     threadpool_limits(1, user_api="openmp")
-
-
-def _as_groups(params: list) -> list[dict]:
-    return params if isinstance(params[0], dict) else [{"params": params}]
 
 
 class CollaborativeOptimizer(hivemind.Optimizer):
@@ -95,10 +88,6 @@ class CollaborativeOptimizer(hivemind.Optimizer):
     :param folder: on a disk, for the copies that others download; default: that for temporary files
     """
 
-    tracker: ProgressTracker
-    state_averager: TrainingStateAverager
-    grad_averager: RoundAverager
-
     def __init__(
         self,
         params: Iterable,
@@ -125,10 +114,15 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         tracker_options: TrackerOptions = TrackerOptions(),  # noqa: B008  frozen
         folder: Path | None = None,
     ):
-        self._swarm, self._local_updates = swarm, local_updates
-        groups = _as_groups(list(params))
-        self._build_local = partial(LocalTraining, groups, optimizer, scheduler, max_grad_norm)
-        learning_rate = max(group["lr"] for group in optimizer([dict(group) for group in groups]).param_groups)
+        if delay_grad_averaging and not delay_optimizer_step:
+            raise ValueError("delay_grad_averaging needs delay_optimizer_step")
+        # hivemind's `__init__` builds its own tracker and averagers. Its other methods need these attributes:
+        dht, groups = swarm.dht, list(params)
+        self.dht, self.run_id, self.shutdown_timeout = dht, swarm.run_id, 5.0
+        self.target_batch_size, self.batch_size_per_step = target_batch_size, batch_size_per_step
+        self.delay_grad_averaging, self.delay_optimizer_step = delay_grad_averaging, delay_optimizer_step
+        if not isinstance(groups[0], dict):
+            groups = [{"params": groups}]
         self.num_dropped_gradients = 0
         self.num_computed = 0  # samples of the local steps, without those whose gradients were dropped
         self._records: deque[StepRecord] = deque(maxlen=64)  # see pop_records
@@ -140,109 +134,92 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         self._retry_at = self._warn_at = 0.0  # `time.monotonic`
         self.last_step: int | None = None  # no step beyond this one is taken
         self.on_round: Callable[[dict], None] | None = None  # takes what came of each round, as JSON
-        # Of the newest rounds with other trainers: whether they averaged everything with every trainer of the step
-        self.recent_rounds: deque[bool] = deque(maxlen=MAX_ROUNDS)
-        self._round_times: deque[tuple[float, float]] = deque(maxlen=16)  # end (`time.monotonic`) and seconds
+        self.pace = Pace()
         self._failed_loads = 0
         self._has_update = False  # whether the offloaded parameters are newer than the model's
         self._is_broken = False  # whether the offloaded parameters are not finite
         self._waits_for_step = False  # whether the main thread waits in `step`
         self._in_round = self._in_step = False
-        # `time.monotonic` at which the main thread left `step`, and the seconds of its newest local step
-        self._returned_at, self._local_seconds = -math.inf, math.inf
         self._step_lock = threading.RLock()  # held by the step thread from the start of a step to its end
         self._update_lock = threading.RLock()  # held while parameters and statistics change or are copied
         self._wake, self._progressed, self._stopped = threading.Event(), threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
-        super().__init__(
-            dht=swarm.dht,
-            run_id=swarm.run_id,
-            target_batch_size=target_batch_size,
-            batch_size_per_step=batch_size_per_step,
+        self.state_averager = TrainingStateAverager(
+            dht=dht,
+            public_key=swarm.public_key,
+            prefix=f"{swarm.run_id}_state_averager",
             params=groups,
             **step_builders(optimizer, scheduler, local_updates),
+            initialize_optimizer=False,  # see build_with_statistics
             offload_optimizer=True,
-            delay_grad_averaging=delay_grad_averaging,
-            delay_optimizer_step=delay_optimizer_step,
-            client_mode=swarm.dht.client_mode,
-            matchmaking_time=matchmaking_time,
-            averaging_timeout=averaging_timeout,
-            load_state_compression=build_state_compression(state_compression),
-            tracker_opts={"args": tracker_options, "believes_weights": not swarm.dht.is_open},
-            grad_averager_factory=partial(
-                RoundAverager,
-                local_updates=local_updates is not None,
-                believes_weights=not swarm.dht.is_open,
-                max_grad_norm=max_grad_norm if local_updates is None else local_updates.max_norm,
-                learning_rate=learning_rate,
-                max_weight=float(target_batch_size),  # a peer counts for a whole step at most
-                gradient_compression=COMPRESSIONS[gradient_compression](),
-                parameter_compression=COMPRESSIONS[parameter_compression](),
-                average_parameters_every=average_parameters_every,
-                target_group_size=target_group_size,
-                bandwidth=bandwidth,
-                min_matchmaking_time=matchmaking_time,
-                allreduce_timeout=averaging_timeout,
-                # Seconds of silence after which a peer is excluded from a round. hivemind's default is
-                # `matchmaking_time`, which busy machines and slow connections exceed.
-                next_chunk_timeout=max(matchmaking_time, averaging_timeout / 4),
-            ),
-            averager_opts={
-                "initialize_optimizer": False,  # see build_with_statistics
-                "download_timeout": load_state_timeout,
-                "donor_timeout": averaging_timeout,
-                "folder": folder,
-            },
-            verbose=True,
+            state_compression=build_state_compression(state_compression),
+            allow_state_sharing=False,  # until there is a trained state to share, see share_state
+            credible_epoch=lambda: self.tracker.credible_epoch(),
+            download_timeout=load_state_timeout,
+            donor_timeout=averaging_timeout,
+            folder=folder,
+            start=True,
+        )
+        compression = COMPRESSIONS[gradient_compression]()
+        self.grad_averager = RoundAverager(
+            self._offloaded_parameters(),
+            dht=dht,
+            prefix=f"{swarm.run_id}_round_averager",
+            local_updates=local_updates is not None,
+            learning_rate=max(group["lr"] for group in optimizer([dict(group) for group in groups]).param_groups),
+            max_weight=float(target_batch_size),  # a peer counts for a whole step at most
+            gradient_compression=compression,
+            parameter_compression=COMPRESSIONS[parameter_compression](),
+            average_parameters_every=average_parameters_every,
+            target_group_size=target_group_size,
+            bandwidth=bandwidth,
+            min_matchmaking_time=matchmaking_time,
+            allreduce_timeout=averaging_timeout,
+            # Seconds of silence after which a peer is excluded from a round. hivemind's default is
+            # `matchmaking_time`, which busy machines and slow connections exceed.
+            next_chunk_timeout=max(matchmaking_time, averaging_timeout / 4),
+        )
+        tensors = self.state_averager.main_parameters, self._offloaded_parameters(), self.grad_averager.gradients
+        if local_updates is None:
+            self.accumulator = GradientAccumulator(*tensors, max_norm=max_grad_norm)
+        else:
+            self.accumulator = LocalTraining(
+                groups,
+                optimizer,
+                scheduler,
+                max_grad_norm,
+                *tensors,
+                max_norm=local_updates.max_norm,
+                project=getattr(compression, "project", None),
+            )
+        self.tracker = ProgressTracker(
+            dht,
+            swarm.run_id,
+            target_batch_size,
+            tracker_options,
+            public_key=swarm.public_key,
+            schema=self.grad_averager.schema_id,
         )
         self.coordinator = RoundCoordinator(
             self.tracker, self.grad_averager, matchmaking_time, averaging_timeout, batch_size_lead
         )
-        self.tracker.schema = self.grad_averager.schema_id
         self.tracker.start()
-
-    # Builders that hivemind.Optimizer calls
-
-    def _make_progress_tracker(self, *args, performance_ema_alpha: float, **kwargs) -> ProgressTracker:
-        return ProgressTracker(self.dht, self.run_id, *args, public_key=self._swarm.public_key, **kwargs)
-
-    def _make_state_averager(self, **kwargs) -> TrainingStateAverager:
-        return TrainingStateAverager(
-            dht=self.dht,
-            public_key=self._swarm.public_key,
-            prefix=f"{self.run_id}_state_averager",
-            shutdown_timeout=self.shutdown_timeout,
-            offload_optimizer=self.offload_optimizer,
-            custom_gradients=self.offload_optimizer,
-            client_mode=self.dht.client_mode,
-            allow_state_sharing=False,  # until there is a trained state to share, see share_state
-            start=True,
-            credible_epoch=self.tracker.credible_epoch,
-            **kwargs,
-        )
-
-    def _make_gradient_averager(self, factory: Callable[..., RoundAverager], **kwargs) -> RoundAverager:
-        averager = factory(
-            self._offloaded_parameters(),
-            dht=self.dht,
-            prefix=f"{self.run_id}_round_averager",
-            shutdown_timeout=self.shutdown_timeout,
-            client_mode=self.dht.client_mode,
-        )
-        for parameter, gradient in zip(self._offloaded_parameters(), averager.gradients, strict=True):
-            parameter.grad = gradient
-        tensors = self.state_averager.main_parameters, self._offloaded_parameters(), averager.gradients
-        if self._local_updates is None:
-            self.accumulator = GradientAccumulator(*tensors)
-        else:
-            self.accumulator = self._build_local(*tensors, project=averager.project)
-        return averager
 
     @property
     def param_groups(self) -> list[dict]:
         """Groups of the model's parameters, with local updates those of the inner optimizer."""
         inner = self.accumulator.inner
         return list(super().param_groups) if inner is None else inner.param_groups
+
+    @property
+    def recent_rounds(self) -> list[bool]:
+        """Whether the newest rounds with other trainers averaged everything with every trainer of their step."""
+        return [is_complete for *_, is_complete in list(self.pace.rounds)]
+
+    @property
+    def averaging_share(self) -> float | None:
+        """Fraction of the time for which rounds ran lately; None before the third round."""
+        return self.pace.averaging_share
 
     def _offloaded_parameters(self) -> list[torch.Tensor]:
         return self.state_averager.layout.parameters
@@ -263,14 +240,14 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         if grad_scaler is not None:
             raise ValueError("use torch.amp.GradScaler, not hivemind's")
         self._start_thread()
-        self._local_seconds = time.monotonic() - self._returned_at
+        self.pace.end_local_step()
         self._apply_update()
         if self._is_out_of_sync():
             logger.info("Out of sync with the collaboration")
             self.load_state_from_peers()
         elif self._accumulate(batch_size or self.batch_size_per_step or 0):
             self._wait_for_step(self._patience())
-        self._returned_at = time.monotonic()
+        self.pace.begin_local_step()
 
     def _accumulate(self, num_samples: int) -> bool:
         """Accumulate the gradients of the model; False if one has NaN or Inf."""
@@ -282,7 +259,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             return False
         self.num_computed += num_samples
         epoch = self.tracker.local_progress.epoch
-        self.tracker.report_samples(self.accumulator.take_local_step(num_samples, self.local_epoch), epoch)
+        self.tracker.report_samples(self.accumulator.add(num_samples, self.local_epoch), epoch)
         return True
 
     def _patience(self) -> float:
@@ -293,18 +270,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         """
         if not self.delay_grad_averaging:
             return math.inf
-        if not self.accumulator.ages or not self._step_seconds:
-            return 0.0
-        seconds, local = statistics.fmean(seconds for _, seconds in tuple(self._round_times)), self._local_seconds
-        # A local step that began before a round hides a part of it: on average all of it, or half of a local step.
-        idle = seconds**2 / (2 * local) if seconds < local else seconds - local / 2
-        return 2 * seconds if idle <= SHORT * self._step_seconds else 0.0
-
-    def _awaits_local_step(self) -> bool:
-        """Whether a step that is due waits for the end of a short local step, which then counts in it."""
-        is_short = self._local_seconds <= SHORT * self._step_seconds
-        waits = is_short and not self._waits_for_step and 0 < self._patience() < math.inf
-        return waits and time.monotonic() < self._returned_at + 2 * self._local_seconds
+        return self.pace.patience() if self.accumulator.ages else 0.0
 
     def _wait_for_step(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -394,7 +360,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
                     self._advance()
             except Exception as error:
                 logger.warning(f"Step #{self.local_epoch + 1} failed ({error!r}); trying again", exc_info=True)
-                self._report_step(self.accumulator.num_samples)
+                self._report_step()
                 self._stopped.wait(1.0)
             finally:
                 self._in_step = self._in_round = False
@@ -413,7 +379,8 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         if is_alone and self._has_update and not self._waits_for_step:
             return  # the main thread has not reported the previous step yet, and no peer waits for this one
         self.coordinator.look_ahead()
-        if self._is_due() and not self._awaits_local_step():
+        awaits_local_step = not self._waits_for_step and 0 < self._patience() < math.inf and self.pace.ends_soon()
+        if self._is_due() and not awaits_local_step:
             self._take_step(self.local_epoch + 1)
 
     def _take_step(self, step: int) -> None:
@@ -436,42 +403,35 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         if result.outcome == Outcome.STOPPED:
             return
         with self._update_lock:
-            carried = self._apply_outcome(step, samples, result)
+            used = self._apply_outcome(step, samples, result)
+            error = result.error if result.outcome == Outcome.FAILED else ""
+            self._records.append(StepRecord(step, result.outcome, used, error))
         seconds = {"load": loaded - started, "round": averaged - loaded, "update": time.monotonic() - averaged}
         if result.outcome != Outcome.ALONE:
-            self.recent_rounds.append(result.received == 1 and not result.missed)
-            self._round_times.append((averaged, averaged - loaded))
+            self.pace.rounds.append((averaged, averaged - loaded, result.received == 1 and not result.missed))
         self._log_round(step, samples, result, seconds)
-        self._report_step(carried)
+        self._report_step()
         if result.outcome != Outcome.FAILED:
             self.share_state()
 
-    def _report_step(self, samples: int) -> None:
+    def _report_step(self) -> None:
         """Report the step that this peer is at, the samples for the next one, and its standing."""
         is_away = self._num_failures >= MAX_FAILURES
         standing = {"distance": min(self.distance, MAX_LAG), "marks": self.state_averager.marks, "away": is_away}
-        self.tracker.report_position(self.local_epoch, samples, **standing)
+        self.tracker.report_position(self.local_epoch, self.accumulator.num_samples, **standing)
 
-    def _apply_outcome(self, step: int, samples: int, result: RoundResult) -> int:
-        """Bring the training state to a step. Return the samples carried over into the next one."""
+    def _apply_outcome(self, step: int, samples: int, result: RoundResult) -> int | None:
+        """Bring the training state to a step. Return this peer's samples in it, see StepRecord."""
         if result.outcome == Outcome.FAILED:
-            self._records.append(StepRecord(step, result.outcome, error=self.coordinator.last_error))
-            return self._keep_samples(step, samples)
+            self._keep_samples(step, samples, result)
+            return None
         if result.outcome == Outcome.MISSED:
-            self.state_averager.local_epoch = step
-            self._num_failures, self._num_stuck = self._num_failures + 1, 0
-            self.distance += 1
-            if self._num_failures == MAX_FAILURES:
-                logger.warning(
-                    f"This peer has missed {MAX_FAILURES} rounds in a row: it reaches the DHT, but no trainer that "
-                    "leads a round. See docs/networking.md. It keeps trying, and the others do not wait for it"
-                )
-            self._records.append(StepRecord(step, result.outcome))
-            return self._carry_over(step, samples)
+            self._carry_over(step, samples, result)
+            return None
         self.accumulator.confirm()
         self._num_failures = self._num_stuck = 0
         used = round(min(samples, self.grad_averager.max_weight))
-        parameters, kind = None, self.accumulator.name
+        gradients, parameters, kind = result.gradients, None, self.accumulator.name
         if result.outcome == Outcome.AVERAGED:
             self.tracker.record_members(result.members, result.violations)
             used = round(result.weight) if result.distance <= LACKING else None
@@ -487,20 +447,20 @@ class CollaborativeOptimizer(hivemind.Optimizer):
                     "others', fewer bits help, or rounds that are rarer"
                 )
         else:
+            gradients = self.accumulator.contribution
             self.distance, self.coordinator.is_settling = 0.0, False
             if self.grad_averager.includes_parameters(step):
                 self._add_mark(step, os.urandom(16), is_alone=True)
             logger.info(f"Nobody else is at step #{step}: proceeding with local {kind}")
         # The norm is that of the average, the same at all peers, as in one process with the samples of all.
-        clip_norm(self.grad_averager.gradients, self.grad_averager.gradient_bound())
-        self.state_averager.apply_update(step, parameters)
+        clip_norm(gradients, self.accumulator.bound())
+        self.state_averager.apply_update(step, gradients, parameters)
         self.state_averager.local_epoch = step
         self._has_update = True
-        self._records.append(StepRecord(step, result.outcome, used))
-        return self.accumulator.num_samples
+        return used
 
-    def _keep_samples(self, step: int, samples: int) -> int:
-        """Try a step again later, for which no group was found. Return the samples for it."""
+    def _keep_samples(self, step: int, samples: int, result: RoundResult) -> None:
+        """Try a step again later, for which no group was found."""
         self._num_failures, self._num_stuck = self._num_failures + 1, self._num_stuck + 1
         self._retry_at = time.monotonic() + ROUND_RETRY_SECONDS
         own_id = self.tracker.local_progress.peer_id
@@ -514,25 +474,33 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             self._num_failures = self._num_stuck = 0
         else:
             logger.warning(f"No group for step #{step} in time: keeping its samples for another try")
-        return self._take_back(samples)
+        self._take_back(samples, result)
 
-    def _take_back(self, samples: int) -> int:
-        """Return the samples for the next step, with those of the contribution unless a round may have used it."""
-        if not self.coordinator.has_sent:
-            return self.accumulator.take_back(samples)
-        self.accumulator.confirm()
-        return self.accumulator.num_samples
-
-    def _carry_over(self, step: int, samples: int) -> int:
-        """Count the contribution to a missed step in the next one. Return its samples.
+    def _carry_over(self, step: int, samples: int, result: RoundResult) -> None:
+        """Count the contribution to a missed step in the next one.
 
         Gradients of parameters that lack more updates are too old. Local updates are kept.
         """
+        self.state_averager.local_epoch = step
+        self._num_failures, self._num_stuck = self._num_failures + 1, 0
+        self.distance += 1
+        if self._num_failures == MAX_FAILURES:
+            logger.warning(
+                f"This peer has missed {MAX_FAILURES} rounds in a row: it reaches the DHT, but no trainer that leads "
+                "a round. See docs/networking.md. It keeps trying, and the others do not wait for it"
+            )
         if self.distance > LACKING and self.accumulator.ages:
             logger.warning(f"Missed the round of step #{step} as well: dropped {samples} samples that are too old")
-            return self.accumulator.num_samples
+            return
         logger.info(f"Missed the round of step #{step}: carrying {samples} samples over into the next")
-        return self._take_back(samples)
+        self._take_back(samples, result)
+
+    def _take_back(self, samples: int, result: RoundResult) -> None:
+        """Count the contribution in the next step, unless the members of a round may have used it."""
+        if result.may_be_used:
+            self.accumulator.confirm()
+        else:
+            self.accumulator.take_back(samples)
 
     def _take_parameters(self, step: int, result: RoundResult) -> list[torch.Tensor] | None:
         """Return the averaged parameters and update `distance`; None if the round had none, or they are too far.
@@ -554,7 +522,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         self.coordinator.is_settling = distance >= EQUAL
         if self.grad_averager.includes_parameters(step) and result.is_complete:
             self._add_mark(step, result.group_id, is_alone=False)
-        return self.grad_averager.averaged_parameters
+        return result.parameters
 
     def _add_mark(self, step: int, mark_id: bytes, is_alone: bool) -> None:
         self.state_averager.marks = add_mark(self.state_averager.marks, step, mark_id, self._num_alone)
@@ -568,8 +536,8 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             "step": step,
             "outcome": result.outcome.value,
             "samples": samples,
-            "attempts": self.coordinator.num_attempts,
-            "error": self.coordinator.last_error,
+            "attempts": result.num_attempts,
+            "error": result.error,
             "distance": round(self.distance, 3),
             "group": list(map(str, result.members)),
             "received": round(result.received, 4),
@@ -578,19 +546,6 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         for name in ("weights", "missed", "violations"):
             entry[name] = {str(peer_id): value for peer_id, value in getattr(result, name).items()}
         self.on_round(entry)
-
-    @property
-    def averaging_share(self) -> float | None:
-        """Fraction of the time for which rounds ran lately; None before the third round."""
-        _, *times = tuple(self._round_times) or [(0.0, 0.0)]
-        seconds = self._step_seconds
-        return min(1.0, statistics.fmean(of_round for _, of_round in times) / seconds) if seconds else None
-
-    @property
-    def _step_seconds(self) -> float:
-        """Mean time between the ends of the last rounds; 0 before the third one."""
-        ends = [end for end, _ in tuple(self._round_times)]  # the step thread adds to it
-        return (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 2 else 0.0
 
     def pop_records(self) -> list[StepRecord]:
         """Return what came of the global steps since the last call."""
@@ -617,7 +572,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         self.distance += missed
         logger.info(f"Missed {missed} steps: receiving the parameters in the round of step #{self.local_epoch + 1}")
         self._records.append(StepRecord(self.local_epoch, Outcome.CAUGHT_UP))
-        self._report_step(self.accumulator.num_samples)
+        self._report_step()
         self.share_state()
 
     def load_state_from_peers(self, **_kwargs) -> bool:
@@ -712,7 +667,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         """Drop the accumulated gradients, which belong to previous parameters."""
         self._is_broken = False
         self.accumulator.drop()
-        self._report_step(0)
+        self._report_step()
 
     def share_state(self) -> None:
         """Offer this peer's state to joining peers, unless it lacks an update. Call it once there is a trained state.

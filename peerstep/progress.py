@@ -61,10 +61,8 @@ class ProgressTracker(threading.Thread):
 
     :param public_key: the subkey of this peer's records, from `build_validators`
     :param target_batch_size: samples that all peers together accumulate for one global step
-    :param believes_weights: whether each sample that a peer claims counts, see neighbours.py
-
-    Set `schema`, which tells the rounds of this peer from those of peers with another model or compression, before the
-    start. Trainers with another one are ignored, and counted in `num_misfits`.
+    :param schema: tells the rounds of this peer from those of peers with another model or compression. Trainers with
+      another one are ignored, and counted in `num_misfits`
     """
 
     def __init__(
@@ -75,11 +73,11 @@ class ProgressTracker(threading.Thread):
         args: TrackerOptions,
         *,
         public_key: bytes,
-        believes_weights: bool = False,
+        schema: str = "",
     ):
         super().__init__(name="ProgressTracker", daemon=True)
         self.dht, self.key, self.args = dht, f"{run_id}_training_progress", args
-        self.target_batch_size, self.believes_weights, self.schema = target_batch_size, believes_weights, ""
+        self.target_batch_size, self.schema = target_batch_size, schema
         self.performance_ema = PerformanceEMA(alpha=args.performance_ema_alpha)
         self.on_refresh: Callable[[], None] = lambda: None
         self._subkey = public_key
@@ -270,7 +268,7 @@ class ProgressTracker(threading.Thread):
             if not is_own and now >= progress.computed + MAX_EXTRAPOLATION:
                 stuck.add(peer_id)  # what it has computed says nothing of the others
         for values in (estimated, rates):
-            if not self.believes_weights:
+            if self.dht.is_open:
                 values.update(cap_weights(values, len(values) - 1, stuck))
         total = sum(min(samples, round(estimated[peer_id])) for peer_id, samples in reported.items())
         missing = self.target_batch_size - sum(estimated.values())

@@ -35,7 +35,6 @@ from peerstep.clock import run_time
 from peerstep.matchmaking import Claims, RosterEntry, RoundControl, StepMatchmaking, parse_claims
 from peerstep.progress_record import PROTOCOL
 from peerstep.reducer import Delivery
-from peerstep.sparse import TopK
 from peerstep.standing import Standing, divide
 from peerstep.uplink import UplinkMeter
 
@@ -76,7 +75,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class RoundResult:
-    """What came of the round of a global step at this peer. Without an average, only the outcome is set."""
+    """What came of the round of a global step at this peer. Without an average, only its outcome and attempts."""
 
     outcome: Outcome
     members: Sequence[PeerID] = ()
@@ -93,6 +92,11 @@ class RoundResult:
     was_late: bool = False  # whether a reducer closed a part without this peer's values
     silent: Collection[PeerID] = ()  # reducers that have answered nothing
     is_far: bool = False  # whether this peer's parameters are too far from those of most others
+    gradients: Sequence[torch.Tensor] = ()  # the averages, until the next round begins
+    parameters: list[torch.Tensor] | None = None  # likewise, if this peer received any
+    num_attempts: int = 0
+    error: str = ""  # of the last attempt that failed
+    may_be_used: bool = False  # whether the members of a failed attempt may have used the contribution
 
     @property
     def is_complete(self) -> bool:
@@ -103,19 +107,15 @@ class RoundResult:
 class RoundAverager(SafeAverager):
     """Averages this peer's gradients and parameters with its group, in one round per global step.
 
-    Fill `gradients` before a round. After it they are the averages; those of the parameters are in
-    `averaged_parameters`.
+    Fill `gradients` before a round. Its result has the averages, in the same memory.
 
     :param parameters: parameters of the offloaded optimizer, on the CPU in shared memory
-    :param max_grad_norm: norm to which the average is clipped; 0: no bound
-    :param local_updates: whether the gradients are pseudo-gradients, see LocalUpdatesOptimizer. Their bound is
-      relative to the norm of the parameters. A group has peers of one kind only
+    :param local_updates: whether the gradients are pseudo-gradients, see LocalTraining. A group has peers of one kind
     :param average_parameters_every: steps from one round with parameters to the next; the rounds in between average
       gradients only
     :param gradient_compression, parameter_compression: the same at all peers of a group
     :param max_weight: bound on the weight of a peer's contribution, in samples
     :param learning_rate: the largest one of the run; set the attribute of this name to the present one
-    :param believes_weights: whether weights have no other bound, see neighbours.py
     :param bandwidth: Mbit/s; None: the largest rate at which this machine has sent in a round
     """
 
@@ -128,20 +128,17 @@ class RoundAverager(SafeAverager):
         self,
         parameters: Sequence[torch.Tensor],
         *,
-        max_grad_norm: float,
         average_parameters_every: int,
         gradient_compression: CompressionBase,
         parameter_compression: CompressionBase,
         max_weight: float,
         learning_rate: float,
         local_updates: bool = False,
-        believes_weights: bool = False,
         bandwidth: float | None = None,
         **kwargs,
     ):
-        self.local_updates, self.max_weight, self.believes_weights = local_updates, max_weight, believes_weights
-        self.project = gradient_compression.project if isinstance(gradient_compression, TopK) else None
-        self.max_grad_norm, self.average_parameters_every = max_grad_norm, average_parameters_every
+        self.local_updates, self.max_weight = local_updates, max_weight
+        self.average_parameters_every = average_parameters_every
         self._peak_rate, self.learning_rate = learning_rate, multiprocessing.RawValue("d", learning_rate)
         self.gradients = [torch.zeros(parameter.shape).share_memory_() for parameter in parameters]
         self.parameters = [parameter.detach() for parameter in parameters]
@@ -182,11 +179,6 @@ class RoundAverager(SafeAverager):
         """Whether the round of a step also averages the parameters."""
         return number % self.average_parameters_every == 0
 
-    def gradient_bound(self) -> float:
-        """Return the norm to which the averaged gradient or pseudo-gradient is clipped; 0: no bound."""
-        norm = float(torch.nn.utils.get_total_norm(self.parameters)) if self.local_updates else 1.0
-        return self.max_grad_norm * norm
-
     def schedule_round(
         self, number: int, timeout: float, distance: float = 0.0, is_settling: bool = False
     ) -> RoundControl:
@@ -206,6 +198,12 @@ class RoundAverager(SafeAverager):
         self._send("_step", step=control, number=number, future_for_init=attached)
         control.attach(*attached.result(timeout=30.0))
         return control
+
+    def collect(self, control: RoundControl) -> RoundResult:
+        """Return the result of a round that has ended, with the averages. Raises what the round has raised."""
+        result = control.result(timeout=0)
+        parameters = None if result.received_parameters is None else self.averaged_parameters
+        return replace(result, gradients=self.gradients, parameters=parameters)
 
     def set_roster(self, entries: Sequence[RosterEntry], finished_number: int) -> None:
         """Set the roster of the next round, and the newest finished step."""
@@ -340,7 +338,7 @@ class RoundAverager(SafeAverager):
             weight=self.max_weight,
             parameter_step=PARAMETER_STEPS * rate * factor,
             parameter_change=PARAMETER_CHANGE * factor,
-            believes_weights=self.believes_weights,
+            believes_weights=not self.dht.is_open,
             are_updates=self.local_updates,
             # A peer without gradients, or with few local updates, has no measure. The whole average is clipped.
             has_gradient=weight > 0 and not self.local_updates,

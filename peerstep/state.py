@@ -97,8 +97,10 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
 
     # Changing the state
 
-    def apply_update(self, epoch: int, parameters: list[torch.Tensor] | None = None) -> None:
-        """Run the optimizer for global step `epoch`, with the gradients in `.grad` of its parameters.
+    def apply_update(
+        self, epoch: int, gradients: Sequence[torch.Tensor], parameters: list[torch.Tensor] | None = None
+    ) -> None:
+        """Run the optimizer for global step `epoch`.
 
         The learning rate is that of `epoch - 1`, as in hivemind. May run in a background thread: readers wait until it
         has ended. If the optimizer raises, restore a state.
@@ -108,6 +110,8 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         with self._changing_to(epoch):
             if parameters is not None:
                 torch._foreach_copy_(self.layout.parameters, parameters)
+            for parameter, gradient in zip(self.layout.parameters, gradients, strict=True):
+                parameter.grad = gradient
             self._set_schedule(epoch - 1)
             self.optimizer.step()
 

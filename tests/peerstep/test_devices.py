@@ -8,23 +8,24 @@ import pytest
 import torch
 from hivemind.utils.tensor_descr import _safe_check_pinned
 
-from peerstep.accumulators import GradientAccumulator, UpdateAccumulator
+from peerstep.accumulators import GradientAccumulator
+from tests.peerstep.test_accumulators import train_locally
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-@pytest.mark.parametrize("accumulator_class", [GradientAccumulator, UpdateAccumulator])
+@pytest.mark.parametrize("build", [GradientAccumulator, train_locally])
 @pytest.mark.parametrize(
     ("device", "size", "repeats"), [("cpu", 2**10, 3), pytest.param("cuda", 2**26, 100, marks=pytest.mark.gpu)]
 )
-def test_contribution_is_complete_once_it_is_loaded(accumulator_class, device, size, repeats):
+def test_contribution_is_complete_once_it_is_loaded(build, device, size, repeats):
     """The copy from a GPU, of 256 MiB, must have ended: the averager's process reads the shared memory at once."""
     parameter = torch.zeros(size, device=device)
     shared = torch.zeros(size).share_memory_()
-    accumulator = accumulator_class([parameter], [torch.zeros(size)], [shared])
+    accumulator = build([parameter], [torch.zeros(size)], [shared])
     for number in range(repeats):
         values = torch.full_like(parameter, number + 1.0)
-        if accumulator_class is UpdateAccumulator:
+        if build is train_locally:
             parameter.copy_(-values)
         else:
             parameter.grad = values

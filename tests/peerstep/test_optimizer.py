@@ -199,7 +199,7 @@ def test_samples_that_other_members_may_have_used_are_not_sent_again(outcome, lo
     """The member was cut off after it had sent all its parts: no average has arrived."""
     optimizer = build_local() if local else build()
     compute(optimizer, 0.2, samples=12)
-    take(optimizer, outcome, has_sent=outcome != Outcome.AVERAGED, received=0.0)
+    take(optimizer, outcome, may_be_used=outcome != Outcome.AVERAGED, received=0.0)
     assert optimizer.accumulator.num_samples == optimizer.tracker.local_progress.samples_accumulated == 0
     (parameter,) = optimizer.state_averager.main_parameters
     before = parameter[0, 0].item()
@@ -229,8 +229,8 @@ def test_failed_round_is_repeated_with_its_samples_and_at_last_without_the_other
 def test_local_step_waits_for_short_rounds(seconds, waits):
     """The next one then begins with the new parameters. Of 100 seconds, the last rounds have taken 1 or 20."""
     optimizer, begun, ended = build(), Event(), Event()
-    optimizer._returned_at = time.monotonic()
-    optimizer._round_times.extend((time.monotonic() - age, seconds) for age in (300.0, 200.0, 100.0))
+    optimizer.pace.begin_local_step()
+    optimizer.pace.rounds.extend((time.monotonic() - age, seconds, True) for age in (300.0, 200.0, 100.0))
     optimizer.coordinator.gradients = 1.0
     is_waiting = []
 
@@ -265,10 +265,9 @@ def test_due_step_waits_for_the_end_of_a_short_local_step(local_seconds, round_s
     """Its samples count in the step then. Global steps take 100 seconds."""
     optimizer = build_local() if "local_updates" in flags else build(**flags)
     now = time.monotonic()
-    optimizer._round_times.extend((now - ago, round_seconds) for ago in (300.0, 200.0, 100.0))
-    optimizer._local_seconds, optimizer._returned_at = local_seconds, now - age
+    optimizer.pace.rounds.extend((now - ago, round_seconds, True) for ago in (300.0, 200.0, 100.0))
+    optimizer.pace.local_seconds, optimizer.pace.local_since = local_seconds, now - age
     compute(optimizer, 0.1, samples=64)
-    assert optimizer._awaits_local_step() == waits
     optimizer._advance()
     may_begin = flags.get("delay_grad_averaging", True)
     assert optimizer.local_epoch == (not waits and may_begin)
@@ -464,10 +463,10 @@ def test_peer_that_missed_a_round_keeps_its_local_updates_for_the_next():
 
 
 def test_local_updates_are_bounded_by_the_parameters():
-    averager = build_local(max_update_norm=0.5).grad_averager
-    assert averager.gradient_bound() == pytest.approx(0.5 * 3.0 * 2**0.5)
-    assert not averager._make_bounds(8.0, 0.0, True).has_gradient, "a slow peer's are smaller than the mean"
-    assert build().grad_averager.gradient_bound() == 1.0
+    optimizer = build_local(max_update_norm=0.5)
+    assert optimizer.accumulator.bound() == pytest.approx(0.5 * 3.0 * 2**0.5) and build().accumulator.bound() == 1.0
+    bounds = optimizer.grad_averager._make_bounds(8.0, 0.0, True)
+    assert not bounds.has_gradient, "a slow peer's are smaller than the mean"
 
 
 def test_local_updates_of_other_parameters_are_dropped(monkeypatch):

@@ -41,7 +41,7 @@ def peer_id(number: int) -> bytes:
 class FakeDHT:
     """One DHT key in memory."""
 
-    peer_id, client_mode = signer_of(subkey(0)), False
+    peer_id, client_mode, is_open = signer_of(subkey(0)), False, True
 
     def __init__(self):
         self.records: dict[bytes, object] = {}
@@ -224,7 +224,7 @@ def test_contributed_samples_still_count():
 def test_claim_of_a_target_batch_does_not_make_a_step_due(number, invited, seconds, age):
     """One of the others claims it right after a step; in a run with invitations such claims are believed."""
     tracker = make_tracker(target=(number + 1) * 1000)
-    tracker.believes_weights = invited
+    tracker.dht.is_open = not invited
     honest = [record(peer + 1, samples=8, rate=8.0) for peer in range(number)]
     see(tracker, *honest, record(99, samples=10**6, rate=10**6, time=run_time() - age))
     compute(tracker, 8)

@@ -22,12 +22,12 @@ from tests.support.offline import offline_averager
 from tests.support.state import (
     CONFIG,
     arguments,
-    fill_gradients,
     fill_parameters,
     flat,
     learning_rates,
     receive,
     snapshot,
+    update,
 )
 
 
@@ -108,9 +108,8 @@ def test_updates_are_those_of_one_process(optimizer, are_averaged):
     own = [parameter for group in alone.param_groups for parameter in group["params"]]
     start = flat(own)
     for epoch in (1, 2, 3, 4):
-        fill_gradients(averager, seed=epoch)
         averaged = [parameter.detach() * 0.5 for parameter in own] if are_averaged else None
-        averager.apply_update(epoch, averaged)
+        update(averager, epoch, seed=epoch, parameters=averaged)
         for parameter, other in zip(own, averager.layout.parameters, strict=True):
             parameter.grad = other.grad
         if are_averaged:
@@ -132,7 +131,7 @@ def test_update_has_the_learning_rate_of_the_previous_step():
     step = averager.optimizer.step
     averager.optimizer.step = lambda: (used.extend(learning_rates(averager.optimizer)[:1]), step())
     for epoch in (1, 5, 3):  # 5: after steps without this peer; 3: after a rollback
-        averager.apply_update(epoch)
+        update(averager, epoch)
     assert used == pytest.approx([0.010, 0.006, 0.008])
     assert learning_rates(averager.optimizer) == pytest.approx([0.007, 0.007])
 
@@ -142,26 +141,26 @@ def test_nobody_reads_the_state_in_the_middle_of_an_update_or_a_download(pool, c
     averager = offline_averager()
     is_in_the_middle, may_end = threading.Event(), threading.Event()
 
-    def change(epoch: int) -> None:
+    def be_interrupted(epoch: int) -> None:
         is_in_the_middle.set()
         may_end.wait(60)
         fill_parameters(averager, 2.0)
         averager.applied_epoch = epoch
 
-    averager._set_schedule = change
+    averager._set_schedule = be_interrupted
     averaged = [torch.full_like(parameter, 2.0) for parameter in averager.layout.parameters]
     averager.copy_state()  # keeps a copy of the state before the update
     metadata, tensors = snapshot(averager)
     if change_state == "apply_update":
-        update = pool.submit(averager.apply_update, 1, averaged)
+        change = pool.submit(update, averager, 1, parameters=averaged)
     else:
-        update = pool.submit(averager.restore, {**metadata, "epoch": 1}, [*averaged, *tensors[len(averaged) :]])
+        change = pool.submit(averager.restore, {**metadata, "epoch": 1}, [*averaged, *tensors[len(averaged) :]])
     assert is_in_the_middle.wait(60)
     readers = [pool.submit(snapshot, averager), pool.submit(averager.copy_state),
                pool.submit(averager._apply_optimizer_parameters_)]  # fmt: skip
     assert not wait(readers, timeout=0.5).done
     may_end.set()
-    update.result(60)
+    change.result(60)
     for metadata, tensors in (readers[0].result(60), receive(readers[1].result(60), averager)):
         assert metadata["epoch"] == 1
         assert all((tensor == 2.0).all() for tensor in [*tensors][: len(averaged)])
@@ -182,13 +181,11 @@ def test_offers_and_snapshots_carry_the_applied_step():
 
 def test_downloads_of_one_state_share_an_unchanging_copy():
     averager = offline_averager()
-    fill_gradients(averager, seed=1)
-    averager.apply_update(1)
+    update(averager, 1, seed=1)
     first = averager.copy_state()
     assert averager.copy_state() is first
     before = list(first)
-    fill_gradients(averager, seed=0)
-    averager.apply_update(2)
+    update(averager, 2)
     assert list(first) == before
     third = averager.copy_state()
     assert list(third) != before
@@ -202,17 +199,15 @@ def test_restored_tensors_are_copied():
     state = snapshot(averager)
     before = flat(state[1]).clone()
     averager.restore(*state)
-    fill_gradients(averager, seed=0)
-    averager.optimizer.step()
+    update(averager, 1)
     assert torch.equal(flat(state[1]), before)
 
 
 def test_statistics_are_restored_in_place():
     averager = offline_averager(hyperparameter_args=arguments(optimizer="adamw"))
-    fill_gradients(averager, seed=0)
-    averager.apply_update(1)
+    update(averager, 1)
     state = snapshot(averager)
-    averager.apply_update(2)
+    update(averager, 2)
     before = [value.data_ptr() for value in statistics_of(averager)]
     averager.restore(*state)
     assert [value.data_ptr() for value in statistics_of(averager)] == before
@@ -229,9 +224,9 @@ def test_state_is_saved_without_a_copy(pool):
     with averager.frozen_state() as (_, tensors):
         live = [*averager.layout.parameters, *statistics_of(averager)]
         assert [tensor.data_ptr() for tensor in tensors if tensor.ndim] == [tensor.data_ptr() for tensor in live]
-        before, update = flat(tensors).clone(), pool.submit(averager.apply_update, 1)
-        assert not wait([update], timeout=0.3).done and torch.equal(flat(tensors), before)
-    update.result(60)
+        before, change = flat(tensors).clone(), pool.submit(update, averager, 1)
+        assert not wait([change], timeout=0.3).done and torch.equal(flat(tensors), before)
+    change.result(60)
 
 
 def test_copies_are_as_they_are_sent():

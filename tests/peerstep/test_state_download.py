@@ -27,13 +27,13 @@ from tests.support.peers import wait_until
 from tests.support.state import (
     CONFIG,
     arguments,
-    fill_gradients,
     fill_parameters,
     flat,
     learning_rates,
     offer,
     receive,
     snapshot,
+    update,
 )
 
 
@@ -53,8 +53,7 @@ def test_state_survives_the_transfer(donors, optimizer, compression, tolerance, 
     donor = donors.add(**options)
     newcomer = donors.add(**options, offload_optimizer=offload_optimizer)
     for epoch in (1, 2):
-        fill_gradients(donor, seed=epoch)
-        donor.apply_update(epoch)
+        update(donor, epoch, seed=epoch)
     for entry in donor.optimizer.state.values():
         entry["step"] += 5000  # an integer in LAMB, a tensor in AdamW
     donor._apply_optimizer_parameters_()
@@ -69,8 +68,7 @@ def test_state_survives_the_transfer(donors, optimizer, compression, tolerance, 
         assert torch.allclose(torch.as_tensor(own), torch.as_tensor(other), rtol=tolerance, atol=1e-6)
     assert {float(entry["step"]) for entry in newcomer.optimizer.state.values()} == {5002.0}
     for averager in (donor, newcomer):
-        fill_gradients(averager, seed=3)
-        averager.apply_update(3)
+        update(averager, 3, seed=3)
     assert torch.allclose(
         flat(newcomer.layout.parameters), flat(donor.layout.parameters), rtol=10 * tolerance, atol=1e-3
     )
@@ -94,8 +92,7 @@ def test_silent_donor_is_passed_over_and_without_any_ours_stays(donors, clock):
     """The first donor stops answering and the second answers; then neither answers."""
     silent, good = donors.add(be_silent), donors.add()
     newcomer = donors.add(donor_timeout=1.0, download_timeout=4.0)
-    fill_gradients(good, seed=0)
-    good.apply_update(1)
+    update(good, 1, seed=0)
     good._apply_optimizer_parameters_()
     offer(silent, step=1, priority=100.0)  # highest priority: asked first
     offer(good, step=1)
@@ -218,8 +215,7 @@ def test_download_that_takes_longer_than_a_step_is_of_one_step(donors):
     donor.state_sharing_priority, donor.allow_state_sharing = 5, True
     download = donors.pool.submit(newcomer.download_state)
     assert begun.wait(60)
-    fill_gradients(donor, seed=0)
-    donor.optimizer.step()
+    update(donor, 1, seed=0)
     fill_parameters(donor, 2.0)
     may_continue.set()
     _, metadata, tensors = download.result(60)
@@ -302,8 +298,7 @@ def test_state_with_false_statistics_is_not_used(donors, optimizer, first, secon
     for step in (12, 12, 20) if not is_alone else (12,):  # the liar is the first one
         donor = donors.add(**options)
         for number in range(1, step + 1):  # noise, in which first moments ten steps apart are unrelated
-            fill_gradients(donor, seed=number)
-            donor.apply_update(number)
+            update(donor, number, seed=number)
         fill_parameters(donor, 0.5)
         donor._apply_optimizer_parameters_()
         offer(donor, step=5, priority=6 - len(donors.averagers))

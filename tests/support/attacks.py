@@ -19,11 +19,12 @@ from hivemind.proto import averaging_pb2
 
 from cotrain.training import session
 from peerstep import optimizer, rounds
-from peerstep.accumulators import GradientAccumulator, UpdateAccumulator
+from peerstep.accumulators import GradientAccumulator
 from peerstep.allreduce import AllReduce
 from peerstep.bounds import Bounds
 from peerstep.clock import run_time
 from peerstep.coordinator import RoundCoordinator
+from peerstep.local_updates import LocalTraining
 from peerstep.matchmaking import MAX_BANDWIDTH, Claims, StepMatchmaking, parse_claims
 from peerstep.progress import ProgressTracker
 from peerstep.progress_record import MAX_SAMPLES, PeerProgress
@@ -50,7 +51,7 @@ def send_nan() -> None:
 
     session.all_finite = optimizer.all_finite = lambda tensors: True
     Bounds.clip = lambda self, info, part, own_part, weight: (part, weight, None)
-    GradientAccumulator.load = UpdateAccumulator.load = load_nan
+    GradientAccumulator.load = LocalTraining.load = load_nan
 
 
 def claim_everything() -> None:

@@ -58,8 +58,8 @@ class Rounds:
     gradients of the newest round as it begins.
     """
 
-    num_attempts, last_error, has_group, is_called_off, other = 1, "", False, False, None
-    has_sent = was_late = is_far = False
+    has_group, is_called_off, other = False, False, None
+    may_be_used = was_late = is_far = False
 
     def __init__(self, optimizer: CollaborativeOptimizer):
         self.averager = optimizer.grad_averager
@@ -75,7 +75,7 @@ class Rounds:
         self.contribution = [gradient.clone() for gradient in self.averager.gradients]
         self.during()
         if self.outcome != Outcome.AVERAGED:
-            return RoundResult(self.outcome)
+            return RoundResult(self.outcome, may_be_used=self.may_be_used)
         averager = self.averager
         for average in averager.gradients:
             average.fill_(self.gradients)
@@ -86,7 +86,8 @@ class Rounds:
         distance = self.optimizer.distance
         return RoundResult(
             self.outcome, members, self.received, {}, weight, received_parameters=parameters, distance=distance,
-            group_id=bytes([step] * 20), was_late=self.was_late, is_far=self.is_far,
+            group_id=bytes([step] * 20), was_late=self.was_late, is_far=self.is_far, gradients=averager.gradients,
+            parameters=None if parameters is None else averager.averaged_parameters,
         )  # fmt: skip
 
     def call_off(self) -> None:

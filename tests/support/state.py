@@ -49,7 +49,6 @@ def build_averager(
         scheduler=partial(build_scheduler, args=hyperparameter_args),
         initialize_optimizer=False,
         offload_optimizer=offload_optimizer,
-        custom_gradients=offload_optimizer,
         state_compression=build_state_compression(compression),
         **{"allow_state_sharing": False, "start": True, **options},
     )
@@ -84,10 +83,11 @@ def fill_parameters(averager: TrainingStateAverager, value: float) -> None:
         parameter.fill_(value)
 
 
-def fill_gradients(averager: TrainingStateAverager, seed: int) -> None:
+def update(averager: TrainingStateAverager, step: int, seed: int = 0, parameters: list | None = None) -> None:
+    """Take a global step with random gradients."""
     generator = torch.Generator().manual_seed(seed)
-    for parameter in averager.layout.parameters:
-        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    gradients = [torch.randn(parameter.shape, generator=generator) for parameter in averager.layout.parameters]
+    averager.apply_update(step, gradients, parameters)
 
 
 def flat(tensors) -> torch.Tensor:

@@ -1,10 +1,8 @@
 """Each flag of a run reaches the object that it is for."""
 
 import contextlib
-from functools import partial
 from types import SimpleNamespace
 
-import hivemind
 import pytest
 import torch
 from hivemind.compression import CompressionBase, CompressionInfo, TensorRole
@@ -18,8 +16,8 @@ from cotrain.arguments import (
 from cotrain.common.errors import UserError
 from cotrain.training import builders
 from cotrain.training.hf_trainer import build_training_arguments
+from peerstep import optimizer as optimizer_module
 from peerstep.compression import COMPRESSIONS
-from peerstep.optimizer import CollaborativeOptimizer
 from peerstep.optimizer_state import build_state_compression
 from tests.support.fakes import FAKE_PEER
 
@@ -44,25 +42,17 @@ TRACKER = {
 class Received(SimpleNamespace):
     """Object that keeps what its builder passes to it."""
 
-    def __init__(self, *_args, **kwargs):
-        of_rounds = kwargs.pop("grad_averager_factory", partial(dict)).keywords
-        super().__init__(**of_rounds, **{**kwargs.pop("averager_opts", {}), **kwargs})
-        self.shutdown, self.schema_id, self.start = lambda: None, "", lambda: None
-        tracker = kwargs.get("tracker_opts", {}).get("args")
-        self.tracker_args = {name: getattr(tracker, name) for name in TRACKER if tracker is not None}
-
-
-def receive(self: CollaborativeOptimizer, **kwargs) -> None:
-    """Stand for hivemind's constructor."""
-    self.received = Received(**kwargs)
-    self.tracker = self.grad_averager = self.received
-    self.matchmaking_time, self.averaging_timeout = kwargs["matchmaking_time"], kwargs["averaging_timeout"]
+    def __init__(self, *args, **kwargs):
+        super().__init__(**kwargs, args=args)
+        self.shutdown = self.start = lambda: None
+        self.schema_id, self.main_parameters, self.gradients, self.layout = "", [], [], SimpleNamespace(parameters=[])
 
 
 @pytest.fixture
 def built(monkeypatch) -> SimpleNamespace:
     """The trainer's optimizer with and without local updates, and an observer."""
-    monkeypatch.setattr(hivemind.Optimizer, "__init__", receive)
+    for name in ("TrainingStateAverager", "RoundAverager", "ProgressTracker", "GradientAccumulator", "LocalTraining"):
+        monkeypatch.setattr(optimizer_module, name, Received)
     monkeypatch.setattr(builders, "TrainingStateAverager", Received)
     found, model = SimpleNamespace(), torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
     for name, local_updates in (("local", True), ("plain", False)):
@@ -71,9 +61,15 @@ def built(monkeypatch) -> SimpleNamespace:
         collaboration = CollaborationArguments(run_id="run", **COLLABORATION)
         args = TrainerArguments(training, None, collaboration, ProgressTrackerArguments(**TRACKER))
         optimizer = builders.build_optimizer(model, FAKE_PEER, 8, args)
-        vars(found)[name] = optimizer.received
-        optimizer.received.batch_size_lead = optimizer.coordinator.batch_size_lead
-        optimizer.received.build_local = optimizer._build_local
+        vars(found)[name] = SimpleNamespace(
+            **{
+                name: value
+                for part in (optimizer, optimizer.coordinator, optimizer.state_averager, optimizer.grad_averager)
+                for name, value in vars(part).items()
+            }
+        )
+        vars(found)[name].max_norm, vars(found)[name].training = optimizer.accumulator.max_norm, optimizer.accumulator
+        vars(found)[name].tracker_args = vars(optimizer.tracker.args[3])
     monkeypatch.setattr(builders, "supervise", lambda *_args, **_options: contextlib.nullcontext())
     with builders.open_observer(model, FAKE_PEER, "run", training, download_timeout=70.0) as found.observer:
         return found
@@ -81,7 +77,7 @@ def built(monkeypatch) -> SimpleNamespace:
 
 def test_hyperparameters_reach_the_optimizer(built):
     """With local updates, the inner optimizer has them, and the outer one is SGD with Nesterov momentum."""
-    groups, build_inner, build_schedule, max_local_grad_norm = built.local.build_local.args
+    groups, build_inner, build_schedule, max_local_grad_norm, *_ = built.local.training.args
     inner = build_inner(groups)
     for lamb in (inner, built.plain.optimizer(built.plain.params), built.observer.optimizer(built.observer.params)):
         decayed, exempt = lamb.param_groups
@@ -105,7 +101,6 @@ TABLE = [
     ("target_batch_size", BOTH, "target_batch_size", 640),
     ("target_batch_size", BOTH, "max_weight", 640.0),
     ("batch_size_lead", BOTH, "batch_size_lead", 64),
-    ("client_mode", BOTH, "client_mode", False),
     ("bandwidth", BOTH, "bandwidth", 7.0),
     ("averaging_timeout", BOTH, "averaging_timeout", 80.0),
     ("averaging_timeout", BOTH, "next_chunk_timeout", 20.0),
@@ -123,8 +118,8 @@ TABLE = [
     ("target_group_size", BOTH, "target_group_size", 17),
     ("local_updates", ("local",), "local_updates", True),
     ("local_updates", ("plain",), "local_updates", False),
-    ("max_grad_norm", ("plain",), "max_grad_norm", 0.625),
-    ("max_update_norm", ("local",), "max_grad_norm", 0.5625),
+    ("max_grad_norm", ("plain",), "max_norm", 0.625),
+    ("max_update_norm", ("local",), "max_norm", 0.5625),
     ("learning_rate", BOTH, "learning_rate", 0.25),
     *((name, BOTH, "tracker_args", TRACKER) for name in TRACKER),
 ]  # fmt: skip
