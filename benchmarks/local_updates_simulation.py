@@ -19,10 +19,9 @@ from cotrain.arguments import HyperparameterArguments
 from cotrain.training.builders import build_local_optimizer, build_param_groups, build_scheduler
 from peerstep.accumulators import GradientAccumulator, clip_norm
 from peerstep.bounds import norm_of
-from peerstep.compression import COMPRESSIONS
+from peerstep.compression import COMPRESSIONS, TopK
 from peerstep.local_updates import LocalTraining, LocalUpdates
 from peerstep.neighbours import NormFilter
-from peerstep.sparse import TopK
 from peerstep.state import set_schedule
 
 SPEEDS = (1, 2, 1, 4)  # of the peers, repeated

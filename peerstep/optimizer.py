@@ -22,11 +22,11 @@ from hivemind.utils import get_logger
 from threadpoolctl import threadpool_limits
 
 from peerstep.accumulators import GradientAccumulator, clip_norm
-from peerstep.compression import COMPRESSIONS
+from peerstep.compression import COMPRESSIONS, build_state_compression
 from peerstep.coordinator import Outcome, RoundCoordinator, StepRecord
 from peerstep.history import add_mark, different_marks
 from peerstep.local_updates import LocalTraining, LocalUpdates, step_builders
-from peerstep.optimizer_state import OptimizerBuilder, SchedulerBuilder, build_state_compression, constant_schedule
+from peerstep.optimizer_state import OptimizerBuilder, SchedulerBuilder, constant_schedule
 from peerstep.pace import Pace
 from peerstep.progress import WARN_SECONDS, ProgressTracker, TrackerOptions
 from peerstep.progress_record import MAX_LAG, PeerProgress

@@ -1,4 +1,4 @@
-"""Builders of the optimizer that takes the global steps, and the compression of its state.
+"""Builders of the optimizer that takes the global steps.
 
 Peers exchange the optimizer state by position, so all of them must pass the same builders.
 """
@@ -6,17 +6,9 @@ Peers exchange the optimizer state by position, so all of them must pass the sam
 from collections.abc import Callable
 
 import torch
-from hivemind.compression import (
-    CompressionBase,
-    Float16Compression,
-    NoCompression,
-    RoleAdaptiveCompression,
-    SizeAdaptiveCompression,
-)
 from torch.optim.lr_scheduler import LambdaLR
 
 from peerstep.base import shared_zeros_like
-from peerstep.compression import COMPRESSIONS
 
 OptimizerBuilder = Callable[[list[dict]], torch.optim.Optimizer]
 SchedulerBuilder = Callable[[torch.optim.Optimizer], LambdaLR]
@@ -57,15 +49,3 @@ def initialize_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
         parameter.grad = gradient
         for name, value in optimizer.state[parameter].items():  # `step`, and statistics with coupled weight decay
             optimizer.state[parameter][name] = shared_zeros_like(value) if isinstance(value, torch.Tensor) else 0
-
-
-def build_state_compression(name: str) -> CompressionBase:
-    """Build the compression of the training state for peers that download it.
-
-    Single numbers are not compressed: hivemind's scaled_float16 cannot compress them. Optimizer statistics are sent in
-    float16 at least: 8 bits, and 16 bits scaled to a tensor's deviation, have no values for small second moments.
-    """
-    compression = COMPRESSIONS[name]()
-    statistics = compression if name == "none" else Float16Compression()
-    by_role = RoleAdaptiveCompression(optimizer=statistics, default=compression)
-    return SizeAdaptiveCompression(threshold=2, less=NoCompression(), greater_equal=by_role)

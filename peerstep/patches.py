@@ -15,7 +15,7 @@ from hivemind.utils import MSGPackSerializer
 
 from peerstep.base import switch_to_safe_loop
 from peerstep.clock import run_time
-from peerstep.compression import AnyFormat
+from peerstep.compression import Blockwise8Bit
 from peerstep.matchmaking import StepMatchmaking
 from peerstep.node import receive_raw_data
 from peerstep.records import BoundedExtensions
@@ -33,7 +33,7 @@ def apply_patches() -> None:
     PeerID.__init__ = _init_bounded_peer_id
     averager.Matchmaking = StepMatchmaking  # only the round averager uses matchmaking
     averager.switch_to_uvloop = dht.switch_to_uvloop = switch_to_safe_loop
-    serialization._BASE_COMPRESSION_TYPES["BLOCKWISE_8BIT"] = AnyFormat()
+    serialization._BASE_COMPRESSION_TYPES["BLOCKWISE_8BIT"] = Blockwise8Bit()  # restores each format of this project
     P2P.receive_raw_data = staticmethod(receive_raw_data)
     MSGPackSerializer._decode_ext_types = staticmethod(BoundedExtensions(MSGPackSerializer._decode_ext_types))
 

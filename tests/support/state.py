@@ -14,7 +14,8 @@ from cotrain.training.builders import (
     build_param_groups,
     build_scheduler,
 )
-from peerstep.optimizer_state import build_state_compression, build_with_statistics
+from peerstep.compression import build_state_compression
+from peerstep.optimizer_state import build_with_statistics
 from peerstep.state import TrainingStateAverager
 from peerstep.wire import TensorAssembler
 from tests.support.peers import TINY_ALBERT

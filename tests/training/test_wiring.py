@@ -17,8 +17,7 @@ from cotrain.common.errors import UserError
 from cotrain.training import builders
 from cotrain.training.hf_trainer import build_training_arguments
 from peerstep import optimizer as optimizer_module
-from peerstep.compression import COMPRESSIONS
-from peerstep.optimizer_state import build_state_compression
+from peerstep.compression import COMPRESSIONS, build_state_compression
 from tests.support.fakes import FAKE_PEER
 
 # Values unlike the defaults

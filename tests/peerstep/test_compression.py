@@ -1,6 +1,8 @@
-"""Tests of the blockwise compressions: their errors, their sizes, and buffers from hostile peers."""
+"""Tests of the compressions: errors, sizes, what a sparse one selects, and buffers from hostile peers."""
 
 import math
+import zlib
+from collections.abc import Callable
 
 import hypothesis.strategies as st
 import pytest
@@ -11,7 +13,7 @@ from hivemind.proto import runtime_pb2
 from hivemind.proto.runtime_pb2 import BLOCKWISE_8BIT
 from hypothesis import example, given, settings
 
-from peerstep.blockwise import Blockwise4Bit, Blockwise8Bit, BlockwiseCompression
+from peerstep.compression import BLOCK, FRACTION, Blockwise4Bit, Blockwise8Bit, CodedCompression, TopK
 from peerstep.wire import TensorSpec, check_tensor
 
 pytestmark = pytest.mark.usefixtures("patches")
@@ -31,13 +33,13 @@ def spec(*shape: int) -> TensorSpec:
     return TensorSpec(shape, compressions={BLOCKWISE_8BIT})
 
 
-def transmit(compression: BlockwiseCompression, tensor: torch.Tensor) -> torch.Tensor:
+def transmit(compression: CodedCompression, tensor: torch.Tensor) -> torch.Tensor:
     message = runtime_pb2.Tensor.FromString(compression.compress(tensor, None).SerializeToString())
     check_tensor(message, TensorSpec(tuple(tensor.shape), message.dtype, {BLOCKWISE_8BIT}))
     return deserialize_torch_tensor(message)
 
 
-def relative_error(compression: BlockwiseCompression, tensor: torch.Tensor) -> float:
+def relative_error(compression: CodedCompression, tensor: torch.Tensor) -> float:
     return float((transmit(compression, tensor).double() - tensor.double()).norm() / tensor.double().norm())
 
 
@@ -125,37 +127,61 @@ def with_scale(buffer: bytes, value: float) -> bytes:
     return buffer[:3] + scale + buffer[5:]
 
 
-@formats
+def with_bitmap(content: bytes, values: bytes = Blockwise4Bit().encode(torch.zeros(0))) -> bytes:
+    return bytes([1]) + len(content).to_bytes(4, "little") + content + values
+
+
+def deflated(bitmap: bytes) -> bytes:
+    return zlib.compress(bitmap, wbits=-zlib.MAX_WBITS)
+
+
+BLOCKWISE_CHANGES: list[tuple[Callable[[bytes], bytes], str]] = [
+    (lambda buffer: b"", "format"),
+    (lambda buffer: b"\x00" + buffer[1:], "format"),
+    (lambda buffer: b"\xff" + buffer[1:], "format"),
+    (lambda buffer: buffer[:1], "bytes"),
+    (lambda buffer: buffer[:-1], "bytes"),
+    (lambda buffer: buffer + b"\x00", "bytes"),
+    (lambda buffer: b"\x04\x08"[buffer[0] == 4 :][:1] + buffer[1:], "bytes"),  # the other format
+    (lambda buffer: buffer + bytes(10**7), "bytes"),
+    (lambda buffer: with_scale(buffer, math.nan), "scale"),
+    (lambda buffer: with_scale(buffer, math.inf), "scale"),
+    (lambda buffer: with_scale(buffer, -1.0), "scale"),
+]
+SPARSE_BUFFERS = [
+    (b"\x01", "header"),
+    (with_bitmap(b"\xff" * 9), "bitmap"),
+    (with_bitmap(deflated(bytes(124))), "bitmap of another size"),
+    (with_bitmap(deflated(bytes(126))), "bitmap of another size"),
+    (with_bitmap(deflated(bytes(10**8))), "bitmap of another size"),  # 100 MB from 100 KB
+    (with_bitmap(deflated(bytes(125))[:-1]), "bitmap of another size"),
+    (with_bitmap(deflated(bytes(125)) + b"\x00"), "bitmap of another size"),
+    (with_bitmap(deflated(b"\xff" * 125)), "bytes"),  # a thousand values are missing
+    (with_bitmap(deflated(bytes(125)), Blockwise4Bit().encode(torch.ones(1))), "bytes"),
+    (b"\x01\xff\xff\xff\xff" + deflated(bytes(125)), "bytes"),
+]
+
+
 @pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda buffer: b"", "format"),
-        (lambda buffer: b"\x00" + buffer[1:], "format"),
-        (lambda buffer: b"\xff" + buffer[1:], "format"),
-        (lambda buffer: buffer[:1], "bytes"),
-        (lambda buffer: buffer[:-1], "bytes"),
-        (lambda buffer: buffer + b"\x00", "bytes"),
-        (lambda buffer: b"\x04\x08"[buffer[0] == 4 :][:1] + buffer[1:], "bytes"),  # the other format
-        (lambda buffer: buffer + bytes(10**7), "bytes"),
-        (lambda buffer: with_scale(buffer, math.nan), "scale"),
-        (lambda buffer: with_scale(buffer, math.inf), "scale"),
-        (lambda buffer: with_scale(buffer, -1.0), "scale"),
-    ],
+    ("compression", "change", "reason"),
+    [(compression, *change) for compression in (Blockwise8Bit(), Blockwise4Bit()) for change in BLOCKWISE_CHANGES]
+    + [(TopK(), lambda _, buffer=buffer: buffer, reason) for buffer, reason in SPARSE_BUFFERS],
 )
 def test_malformed_buffers_are_refused(compression, change, reason):
-    message = compression.compress(normal(1001), None)
-    check_tensor(message, spec(1001))
+    message = compression.compress(normal(1000), None)
+    check_tensor(message, spec(1000))
     message.buffer = change(message.buffer)
     with pytest.raises(ValueError, match=reason):
         deserialize_torch_tensor(message)
 
 
-@formats
+@pytest.mark.parametrize("compression", [Blockwise8Bit(), Blockwise4Bit(), TopK()])
 @given(buffer=st.binary(max_size=300), numel=st.integers(0, 300))
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None, derandomize=True)
 def test_any_buffer_gives_the_expected_values_or_is_refused(compression, buffer, numel):
-    padded = bytes([compression.code]) + (buffer + bytes(700))[: compression.num_bytes(numel) - 1]
-    for candidate in (buffer, padded):
+    size = len(compression.encode(torch.zeros(numel)))
+    coded = bytes([compression.code]) + buffer
+    for candidate in (buffer, coded, (coded + bytes(700))[:size]):
         message = runtime_pb2.Tensor(buffer=candidate, size=[numel], dtype="float32", compression=BLOCKWISE_8BIT)
         check_tensor(message, spec(numel))
         try:
@@ -168,3 +194,41 @@ def test_any_buffer_gives_the_expected_values_or_is_refused(compression, buffer,
 def test_integers_have_no_levels():
     with pytest.raises(ValueError, match="int64"):
         Blockwise8Bit().compress(torch.arange(5), None)
+
+
+# The largest values only
+
+
+def bits_of(tensor: torch.Tensor) -> float:
+    return 8 * len(TopK().encode(tensor)) / tensor.numel()
+
+
+def test_largest_values_of_each_block_are_selected():
+    tensor = normal(3 * BLOCK + 77)
+    selected = TopK().select(tensor)
+    number = BLOCK // FRACTION
+    for block, chosen in zip(tensor.split(BLOCK), selected.split(BLOCK), strict=True):
+        largest = block.abs().topk(min(number, len(block))).values
+        assert torch.equal(chosen.abs().sort(descending=True).values[: len(largest)], largest)
+        assert torch.equal(chosen, block * (chosen != 0))
+        assert (chosen != 0).sum() == len(largest)
+
+
+@pytest.mark.parametrize("shape", [(5,), (3, 7), (0,), (BLOCK,), (70, 100)])
+def test_places_are_exact_and_values_those_of_4_bits(shape):
+    selected = TopK().select(normal(*shape))
+    restored, values = transmit(TopK(), selected), selected[selected != 0]
+    assert restored.shape == selected.shape and not restored[selected == 0].any()
+    assert torch.equal(restored[selected != 0], Blockwise4Bit().decode(Blockwise4Bit().encode(values), len(values)))
+
+
+def test_zeros_take_a_thousandth():
+    assert torch.equal(transmit(TopK(), torch.zeros(10**5)), torch.zeros(10**5)) and bits_of(torch.zeros(10**5)) < 0.02
+
+
+def test_bits_of_a_contribution_and_of_the_averages_of_8_and_16_members():
+    """Members choose independent places here, the worst case."""
+    contributions = [TopK().select(normal(2**18, seed=seed)) for seed in range(16)]
+    assert bits_of(contributions[0]) < 0.24
+    assert bits_of(torch.stack(contributions[:8]).mean(0)) < 1.1
+    assert bits_of(torch.stack(contributions).mean(0)) < 1.73
