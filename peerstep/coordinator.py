@@ -47,7 +47,7 @@ class RoundCoordinator:
     def __post_init__(self):
         self._timeout = self.averaging_timeout
         self._control: RoundControl | None = None
-        self._number: int | None = None  # step of the running round
+        self._step: int | None = None  # step of the running round
         self._num_attempts, self._error, self._may_be_used = 0, "", False  # of that round, see RoundResult
         self._told: tuple | None = None  # roster and finished step that the averager's process has received last
         self._lock = threading.Lock()
@@ -57,8 +57,8 @@ class RoundCoordinator:
     def update_roster(self) -> None:
         """Send the roster of the next round to the averager's process. The tracker calls it after each refresh."""
         with self._lock:
-            number = self.tracker.next_step if self._number is None else self._number
-            told = self.tracker.roster(number), number - 1
+            step = self.tracker.next_step if self._step is None else self._step
+            told = self.tracker.roster(step), step - 1
             if told != self._told:
                 self._told = told
                 self.averager.set_roster(*told)
@@ -67,28 +67,28 @@ class RoundCoordinator:
     def has_group(self) -> bool:
         """Whether the group of the next step is formed and waits for this peer."""
         control = self._control
-        return control is not None and control.has_group and control.number == self.tracker.next_step
+        return control is not None and control.has_group and control.step == self.tracker.next_step
 
     def look_ahead(self) -> None:
         """Start the search for the group of the next step if the step is due soon and other trainers are there."""
-        number = self.tracker.next_step
+        step = self.tracker.next_step
         control = self._control  # `stop` may reset it in another thread
-        if control is not None and (control.done() or control.number != number):
+        if control is not None and (control.done() or control.step != step):
             self.call_off()
         if self._control is not None or self._stopped.is_set():
             return
         is_soon = self.tracker.seconds_to_step <= self.matchmaking_time
         if self.batch_size_lead and not is_soon:
             is_soon = self.tracker.estimate()[0] >= self.tracker.target_batch_size - self.batch_size_lead
-        if 0 <= self.averager.requested_number.value - number <= 1 and not is_soon:
+        if 0 <= self.averager.requested_step.value - step <= 1 and not is_soon:
             self.tracker.refresh_in(LOOK_SECONDS)  # another peer already searches for the group
-        if is_soon and self.tracker.num_expected(number):
-            self._schedule(number, self.matchmaking_time + self.averaging_timeout)
+        if is_soon and self.tracker.num_expected(step):
+            self._schedule(step, self.matchmaking_time + self.averaging_timeout)
 
-    def _schedule(self, number: int, timeout: float) -> RoundControl:
+    def _schedule(self, step: int, timeout: float) -> RoundControl:
         self.update_roster()
         distance = self.tracker.local_progress.distance
-        self._control = self.averager.schedule_round(number, timeout, distance, self.is_settling)
+        self._control = self.averager.schedule_round(step, timeout, distance, self.is_settling)
         return self._control
 
     def call_off(self) -> None:
@@ -97,16 +97,16 @@ class RoundCoordinator:
         if control is not None:
             control.call_off()
 
-    def average(self, number: int, weight: float) -> RoundResult:
+    def average(self, step: int, weight: float) -> RoundResult:
         """Run the round of a step, after `tracker.begin_step`."""
-        self._number, self._num_attempts, self._error, self._may_be_used = number, 0, "", False
+        self._step, self._num_attempts, self._error, self._may_be_used = step, 0, "", False
         self.update_roster()
         deadline = time.monotonic() + self._timeout
         try:
-            while (result := self._attempt(number, weight, deadline)) is None:
+            while (result := self._attempt(step, weight, deadline)) is None:
                 time.sleep(POLL_SECONDS)
         finally:
-            self._number, control = None, self._control
+            self._step, control = None, self._control
             self.call_off()
             self._may_be_used |= control is not None and control.began_allreduce
         if result.outcome == Outcome.AVERAGED:
@@ -115,14 +115,14 @@ class RoundCoordinator:
             self._timeout = max(self._timeout / 2, 1.5 * self.matchmaking_time)
         return replace(result, num_attempts=self._num_attempts, error=self._error, may_be_used=self._may_be_used)
 
-    def _attempt(self, number: int, weight: float, deadline: float) -> RoundResult | None:
+    def _attempt(self, step: int, weight: float, deadline: float) -> RoundResult | None:
         """Search for a group and average in it; None if the attempt failed and can be repeated."""
         self._num_attempts += 1
         control = self._control
-        if control is None or control.done() or control.number != number:
-            if (reason := self._reason_to_give_up(number, deadline)) is not None:
+        if control is None or control.done() or control.step != step:
+            if (reason := self._reason_to_give_up(step, deadline)) is not None:
                 return RoundResult(reason)
-            control = self._schedule(number, max(1.0, deadline - time.monotonic()))
+            control = self._schedule(step, max(1.0, deadline - time.monotonic()))
         control.weight = 0.0 if self._may_be_used else weight
         control.allow_allreduce()
         reason, since, look_at, look_seconds = None, 0.0, time.monotonic(), LOOK_SECONDS
@@ -132,7 +132,7 @@ class RoundCoordinator:
                 look_at, look_seconds = now, min(2 * look_seconds, MAX_LOOK_SECONDS)
                 self.tracker.refresh_in(0.0)
             if control.stage != AveragingStage.RUNNING_ALLREDUCE:
-                before, reason = reason, self._reason_to_give_up(number, deadline)
+                before, reason = reason, self._reason_to_give_up(step, deadline)
                 since = since if reason == before else now
                 if reason is not None and now >= since + GRACE_SECONDS:
                     return RoundResult(reason)
@@ -145,16 +145,16 @@ class RoundCoordinator:
         except BaseException as error:
             self._may_be_used |= control.began_allreduce
             self._error = str(error) or type(error).__name__
-            logger.warning(f"The round of step #{number} failed: {self._error}")
+            logger.warning(f"The round of step #{step} failed: {self._error}")
             return None
 
-    def _reason_to_give_up(self, number: int, deadline: float) -> Outcome | None:
+    def _reason_to_give_up(self, step: int, deadline: float) -> Outcome | None:
         if self._stopped.is_set():
             return Outcome.STOPPED
-        if self.tracker.side_to_join is not None or self.tracker.is_done_elsewhere(number):
+        if self.tracker.side_to_join is not None or self.tracker.is_done_elsewhere(step):
             return Outcome.MISSED
-        is_asked = self.averager.requested_number.value == number
-        if not (is_asked or self.tracker.num_expected(number) or self.tracker.is_outranked):
+        is_asked = self.averager.requested_step.value == step
+        if not (is_asked or self.tracker.num_expected(step) or self.tracker.is_outranked):
             return Outcome.ALONE
         return Outcome.FAILED if time.monotonic() >= deadline else None
 

@@ -41,14 +41,14 @@ KNOWN_SECONDS = 180.0  # for which a peer that was in a roster is no stranger; i
 MAX_ABSENCES = 2  # consecutive rounds that a peer may miss before leaders stop waiting for it
 MAX_SILENCES, SPARE_SECONDS = 2, 600.0  # rounds after which a silent reducer gets no share, and for how long
 MAX_BANDWIDTH = 1e9  # bound on a member's claim; only ratios matter
-MAX_STEP_DIGITS = 18  # of the number of a step in a request
+MAX_STEP_DIGITS = 18  # of a step in a request
 NONCE_BYTES = 8  # of the ID of a group
 
 
 class RoundControl(StepControl):
-    """Handle of the round of a global step. The averager's process receives a copy, and `number` beside it."""
+    """Handle of the round of a global step. The averager's process receives a copy, and `step` beside it."""
 
-    number: int  # of the step; hivemind pickles a handle without further attributes
+    step: int  # hivemind pickles a handle without further attributes
 
     @property
     def triggered(self) -> bool:
@@ -111,14 +111,14 @@ class Search:
 class _Request:
     """Request of another peer to join this peer's group."""
 
-    number: int
+    step: int
     claims: Claims
     answer: asyncio.Future  # of the group, of the leader to ask instead, or of None (no group)
 
 
-def rank(number: int, peer_id: PeerID) -> bytes:
+def rank(step: int, peer_id: PeerID) -> bytes:
     """Return the sort key of a peer as leader of a step: the same at all peers, different for each step."""
-    return hashlib.sha256(struct.pack("q", number) + peer_id.to_bytes()).digest()
+    return hashlib.sha256(struct.pack("q", step) + peer_id.to_bytes()).digest()
 
 
 def parse_step(key: str) -> int | None:
@@ -126,9 +126,9 @@ def parse_step(key: str) -> int | None:
     return int(key) if len(key) <= MAX_STEP_DIGITS and key.isascii() and key.isdigit() else None
 
 
-def make_group_id(nonce: bytes, number: int, peer_ids: Sequence[PeerID], gathered: Sequence[bytes]) -> bytes:
+def make_group_id(nonce: bytes, step: int, peer_ids: Sequence[PeerID], gathered: Sequence[bytes]) -> bytes:
     """Return the ID of a group, which differs if the leader sends two members different lists or claims."""
-    content = [nonce, number, *(peer_id.to_bytes() for peer_id in peer_ids), *gathered]
+    content = [nonce, step, *(peer_id.to_bytes() for peer_id in peer_ids), *gathered]
     return nonce + hashlib.sha256(MSGPackSerializer.dumps(content)).digest()
 
 
@@ -157,7 +157,7 @@ class StepMatchmaking(Matchmaking):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.roster: dict[PeerID, RosterEntry] = {}
-        self.finished_number = -1  # newest step for which this peer searches no group any more
+        self.finished_step = -1  # newest step for which this peer searches no group any more
         self.missed: dict[PeerID, str] = {}  # peers of the roster that are not in the last group, and why
         self._known: dict[PeerID, float] = {}  # peers of the rosters of KNOWN_SECONDS -> time.monotonic
         self._absences: Counter[PeerID] = Counter()  # consecutive rounds that a peer has missed
@@ -177,11 +177,11 @@ class StepMatchmaking(Matchmaking):
         self._known = {peer_id: seen for peer_id, seen in self._known.items() if now < seen + KNOWN_SECONDS}
         self._absences = Counter({peer_id: n for peer_id, n in self._absences.items() if peer_id in self._known})
 
-    def finish(self, number: int) -> None:
-        """Refuse requests for step `number` and earlier steps from now on. `number` may be lower than before."""
-        self.finished_number = number
+    def finish(self, step: int) -> None:
+        """Refuse requests for step `step` and earlier steps from now on. `step` may be lower than before."""
+        self.finished_step = step
         for request in self._requests.values():
-            if request.number <= number and not request.answer.done():
+            if request.step <= step and not request.answer.done():
                 request.answer.set_result(None)
 
     def ban(self, peer_id: PeerID, until: float) -> None:
@@ -200,16 +200,16 @@ class StepMatchmaking(Matchmaking):
         self._silences += Counter()  # drops those of 0
 
     @property
-    def requested_number(self) -> int:
+    def requested_step(self) -> int:
         """The next step for which another peer asks this one for a group; -1 if none does."""
-        return min((request.number for request in self._requests.values()), default=-1)
+        return min((request.step for request in self._requests.values()), default=-1)
 
     # Search for a group
 
-    async def look_for_group(self, step: RoundControl) -> GroupInfo:
+    async def look_for_group(self, control: RoundControl) -> GroupInfo:
         """Find the group of a step. Runs until a group is found; cancel it to give up."""
         async with self.lock_looking_for_group:
-            search = self._search = Search(step)
+            search = self._search = Search(control)
             try:
                 while True:
                     leader, group = self._choose_leader(search), None
@@ -241,8 +241,8 @@ class StepMatchmaking(Matchmaking):
             if not (entry.is_client or entry.peer_id in self._banned or entry.peer_id in self._spared)
         ]
         established = [entry for entry in nodes if entry.is_established]
-        number = search.control.number
-        return sorted((entry.peer_id for entry in established or nodes), key=lambda peer_id: rank(number, peer_id))
+        step = search.control.step
+        return sorted((entry.peer_id for entry in established or nodes), key=lambda peer_id: rank(step, peer_id))
 
     def _choose_leader(self, search: Search) -> PeerID | None:
         """Return the best candidate that has not failed to answer; None if there is none at the moment.
@@ -275,7 +275,7 @@ class StepMatchmaking(Matchmaking):
         return {
             peer_id: request
             for peer_id, request in self._requests.items()
-            if request.number == search.control.number and not request.answer.done() and peer_id not in self._banned
+            if request.step == search.control.step and not request.answer.done() and peer_id not in self._banned
         }
 
     def _expected(self, search: Search) -> set[PeerID]:
@@ -291,7 +291,7 @@ class StepMatchmaking(Matchmaking):
 
     def _assemble(self, search: Search, joined: dict[PeerID, _Request]) -> GroupInfo:
         """Form groups of equal size, of at most `target_group_size` peers, and return this peer's."""
-        number = search.control.number
+        step = search.control.step
         # Strangers, whose report this peer has not read, are let in only if nobody else has asked: keys cost nothing.
         if known := self._known.keys() & joined.keys():
             for stranger in joined.keys() - known:
@@ -300,14 +300,14 @@ class StepMatchmaking(Matchmaking):
         claims |= {peer_id: replace(claims[peer_id], bandwidth=0.0) for peer_id in joined if peer_id in self._spared}
         claims[self.peer_id] = parse_claims(search.control.data_for_gather)
         # Those that reduce nothing, such as clients, come last: each group has a peer that does
-        dealt = sorted(claims, key=lambda peer_id: (claims[peer_id].bandwidth == 0, rank(number, peer_id)))
+        dealt = sorted(claims, key=lambda peer_id: (claims[peer_id].bandwidth == 0, rank(step, peer_id)))
         num_reducers = sum(of_peer.bandwidth > 0 for of_peer in claims.values())
         num_groups = min(num_reducers, math.ceil(len(dealt) / (self.target_group_size or len(dealt))))
         groups, nonce = [], os.urandom(NONCE_BYTES)  # the IDs begin alike: one mark of the step's history
         for index in range(num_groups):
             members = tuple(dealt[index::num_groups])
             gathered = tuple(claims[peer_id].pack() for peer_id in members)
-            group = GroupInfo(make_group_id(nonce, number, members, gathered), members, gathered)
+            group = GroupInfo(make_group_id(nonce, step, members, gathered), members, gathered)
             for peer_id in members:
                 if peer_id != self.peer_id:
                     joined[peer_id].answer.set_result(group)
@@ -321,7 +321,7 @@ class StepMatchmaking(Matchmaking):
             schema_hash=self.schema_hash,
             expiration=control.deadline,
             gather=control.data_for_gather,
-            group_key=str(control.number),
+            group_key=str(control.step),
         )
         try:
             stub = self._servicer_type.get_stub(self._p2p, leader, namespace=self._prefix)
@@ -332,20 +332,20 @@ class StepMatchmaking(Matchmaking):
                     message = await anext(stream)
                 if message.code == averaging_pb2.ACCEPTED:
                     joined = self._joined(search)
-                    if leader in joined and rank(control.number, self.peer_id) < rank(control.number, leader):
+                    if leader in joined and rank(control.step, self.peer_id) < rank(control.step, leader):
                         return None  # the peers have asked each other: the better candidate leads
                     search.leader = leader
                     for peer_id, asked in joined.items():
                         asked.answer.set_result(None if peer_id == leader else leader)
                     message = await self._await_begin(stream, search, leader)
         except (TimeoutError, StopAsyncIteration, P2PDaemonError, P2PHandlerError, OSError) as error:
-            logger.debug(f"{leader} does not lead step {control.number}: {error!r}")
+            logger.debug(f"{leader} does not lead step {control.step}: {error!r}")
             search.failures[leader] = time.monotonic(), "could not be reached"
             return None
         finally:
             search.leader = None
         if message.code == averaging_pb2.BEGIN_ALLREDUCE:
-            if (group := self._parse_group(message, control.number)) is None:
+            if (group := self._parse_group(message, control.step)) is None:
                 logger.warning(f"{leader} formed an invalid group, such as one without this peer")
                 search.given_up.add(leader)
             return group
@@ -374,7 +374,7 @@ class StepMatchmaking(Matchmaking):
             # A stream cannot be closed while something waits for its next message.
             await asyncio.gather(message, return_exceptions=True)
 
-    def _parse_group(self, message: averaging_pb2.MessageFromLeader, number: int) -> GroupInfo | None:
+    def _parse_group(self, message: averaging_pb2.MessageFromLeader, step: int) -> GroupInfo | None:
         content, gathered = message.ordered_peer_ids, tuple(message.gathered)
         if len(content) != len(gathered) or len(content) > MAX_HELD_REQUESTS + 1:  # in 4 MiB, there are two million
             return None
@@ -384,7 +384,7 @@ class StepMatchmaking(Matchmaking):
         with suppress(ValueError):
             for claims in gathered:
                 parse_claims(claims)
-            if message.group_id == make_group_id(message.group_id[:NONCE_BYTES], number, peer_ids, gathered):
+            if message.group_id == make_group_id(message.group_id[:NONCE_BYTES], step, peer_ids, gathered):
                 return GroupInfo(message.group_id, peer_ids, gathered)
         return None
 
@@ -392,8 +392,8 @@ class StepMatchmaking(Matchmaking):
 
     def _refuse(self, request: averaging_pb2.JoinRequest, peer_id: PeerID) -> int | None:
         """Return the code to refuse a request with; None to accept it."""
-        number = parse_step(request.group_key)
-        if number is None:
+        step = parse_step(request.group_key)
+        if step is None:
             return averaging_pb2.BAD_GROUP_KEY
         if request.schema_hash != self.schema_hash:
             return averaging_pb2.BAD_SCHEMA_HASH
@@ -404,7 +404,7 @@ class StepMatchmaking(Matchmaking):
             parse_claims(request.gather)
         except ValueError:
             return averaging_pb2.PROTOCOL_VIOLATION  # it would make the round fail at all members
-        if number <= self.finished_number:
+        if step <= self.finished_step:
             return averaging_pb2.NOT_LOOKING_FOR_GROUP
         if len(self._requests) >= MAX_HELD_REQUESTS and peer_id not in self._requests.keys() | self._known.keys():
             return averaging_pb2.GROUP_IS_FULL
@@ -419,13 +419,13 @@ class StepMatchmaking(Matchmaking):
         if code is not None:
             yield averaging_pb2.MessageFromLeader(code=code)
             return
-        number = int(request.group_key)  # as `_refuse` has checked
-        entry = _Request(number, parse_claims(request.gather), asyncio.get_running_loop().create_future())
+        step = int(request.group_key)  # as `_refuse` has checked
+        entry = _Request(step, parse_claims(request.gather), asyncio.get_running_loop().create_future())
         if (before := self._requests.get(peer_id)) is not None and not before.answer.done():
             before.answer.set_result(None)
         self._requests[peer_id] = entry
         search = self._search
-        if search is not None and search.leader is not None and search.control.number == number:
+        if search is not None and search.leader is not None and search.control.step == step:
             entry.answer.set_result(search.leader)
         try:
             if not entry.answer.done():

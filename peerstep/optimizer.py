@@ -154,7 +154,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             offload_optimizer=True,
             state_compression=build_state_compression(state_compression),
             allow_state_sharing=False,  # until there is a trained state to share, see share_state
-            credible_epoch=lambda: self.tracker.credible_epoch(),
+            credible_step=lambda: self.tracker.credible_step(),
             download_timeout=load_state_timeout,
             donor_timeout=averaging_timeout,
             folder=folder,
@@ -258,8 +258,8 @@ class CollaborativeOptimizer(hivemind.Optimizer):
                 logger.warning(f"Dropped a gradient that is not finite ({self.num_dropped_gradients} so far)")
             return False
         self.num_computed += num_samples
-        epoch = self.tracker.local_progress.epoch
-        self.tracker.report_samples(self.accumulator.add(num_samples, self.local_epoch), epoch)
+        step = self.tracker.local_progress.epoch
+        self.tracker.report_samples(self.accumulator.add(num_samples, self.local_epoch), step)
         return True
 
     def _patience(self) -> float:
@@ -586,7 +586,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             if other is not None:
                 # Offers lag by a step, but a state of this peer's own step is not what it lacks.
                 least = max(0, other.completed - (other.completed != self.local_epoch + 1))
-                query = {"min_epoch": least, "credible_epoch": other.epoch, "marks": other.marks}
+                query = {"min_step": least, "credible_step": other.epoch, "marks": other.marks}
             self.tracker.set_away(True)
             with self._update_lock:
                 loaded = averager.load_state_from_peers(**query)
@@ -597,8 +597,8 @@ class CollaborativeOptimizer(hivemind.Optimizer):
                 self.tracker.refresh()
                 # The other trainers have taken steps during the download. This peer takes part in their current or
                 # next round and receives the updates that it lacks.
-                epoch = max(self.local_epoch, self.tracker.agreed_epoch)
-                missed = epoch - self.local_epoch if epoch <= self.local_epoch + MAX_MISSED_UPDATES else 0
+                step = max(self.local_epoch, self.tracker.agreed_step)
+                missed = step - self.local_epoch if step <= self.local_epoch + MAX_MISSED_UPDATES else 0
                 averager.local_epoch += missed
                 self.distance, self.coordinator.is_settling = float(missed), missed > 0
                 self.forget_progress()
@@ -609,9 +609,9 @@ class CollaborativeOptimizer(hivemind.Optimizer):
                 return self._follow_clients(other) or self._ignore_unbacked_claim(other)
         return loaded
 
-    def begin_at(self, epoch: int) -> None:
-        """Start at global step `epoch` with the parameters of the model, which was resumed from a checkpoint."""
-        self.state_averager.sync_with_main_parameters(epoch)
+    def begin_at(self, step: int) -> None:
+        """Start at global step `step` with the parameters of the model, which was resumed from a checkpoint."""
+        self.state_averager.sync_with_main_parameters(step)
         self.distance = 0.0
         self.forget_progress()
 
@@ -678,7 +678,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         if self.tracker.num_lacking >= 1:
             averager.allow_state_sharing = False
         elif not averager.client_mode:
-            averager.offer(priority=averager.applied_epoch)
+            averager.offer(priority=averager.applied_step)
 
     # Shutdown
 

@@ -100,10 +100,10 @@ class ProgressTracker(threading.Thread):
 
     # This peer's progress
 
-    def report_samples(self, samples_accumulated: int, epoch: int) -> None:
-        """Report the samples for the next step, after each local step that began in step `epoch`."""
+    def report_samples(self, samples_accumulated: int, step: int) -> None:
+        """Report the samples for the next step, after each local step that began in `step`."""
         with self._lock:
-            if epoch != self.local_progress.epoch:
+            if step != self.local_progress.epoch:
                 return  # a step has begun meanwhile, and has the samples
             extra = samples_accumulated - self.local_progress.samples_accumulated
             if extra > 0:
@@ -114,13 +114,13 @@ class ProgressTracker(threading.Thread):
             self._is_reporting = True
             self._set(is_urgent=False, samples_accumulated=samples_accumulated)
 
-    def begin_step(self, epoch: int, contributed: int) -> None:
+    def begin_step(self, step: int, contributed: int) -> None:
         """Report that this peer begins the round of a step and contributes so many samples."""
-        self._set(epoch=epoch, samples_accumulated=0, contributed=contributed)
+        self._set(epoch=step, samples_accumulated=0, contributed=contributed)
 
-    def report_position(self, epoch: int, samples_accumulated: int, **standing) -> None:
+    def report_position(self, step: int, samples_accumulated: int, **standing) -> None:
         """Report that this peer is at a step, and of `distance`, `away` and `marks` those that have changed."""
-        self._set(epoch=epoch, completed=epoch, samples_accumulated=samples_accumulated, **standing)
+        self._set(epoch=step, completed=step, samples_accumulated=samples_accumulated, **standing)
         self._num_reads_apart = 0
         self._is_outdated, self._completed_at = True, time.monotonic()
         self.refresh_in(self.args.min_refresh_period)
@@ -211,17 +211,17 @@ class ProgressTracker(threading.Thread):
         return max(found, key=lambda entry: entry[:2], default=(None,))[-1]
 
     @property
-    def agreed_epoch(self) -> int:
+    def agreed_step(self) -> int:
         """Newest step that at least half of the other live trainers of this history have completed; 0 without any."""
         own = self.local_progress.marks
         others = [p for p in self._present if len(different_marks(own, p.marks) or ()) <= MAX_DIFFERENT]
-        epochs = sorted((progress.completed for progress in others), reverse=True)
-        return epochs[(len(epochs) + 1) // 2 - 1] if epochs else 0
+        steps = sorted((progress.completed for progress in others), reverse=True)
+        return steps[(len(steps) + 1) // 2 - 1] if steps else 0
 
-    def credible_epoch(self) -> int | None:
+    def credible_step(self) -> int | None:
         """Return the newest step that two other live trainers have begun; of a single one its step; of none None."""
-        epochs = sorted((progress.epoch for progress in self.live_trainers), reverse=True)
-        return epochs[min(1, len(epochs) - 1)] if epochs else None
+        steps = sorted((progress.epoch for progress in self.live_trainers), reverse=True)
+        return steps[min(1, len(steps) - 1)] if steps else None
 
     @property
     def next_step(self) -> int:

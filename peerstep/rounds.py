@@ -143,7 +143,7 @@ class RoundAverager(SafeAverager):
         self.gradients = [torch.zeros(parameter.shape).share_memory_() for parameter in parameters]
         self.parameters = [parameter.detach() for parameter in parameters]
         self.averaged_parameters = [torch.zeros_like(tensor).share_memory_() for tensor in self.parameters]
-        self.requested_number = multiprocessing.RawValue("q", -1)  # step for which another peer asks for a group
+        self.requested_step = multiprocessing.RawValue("q", -1)  # step for which another peer asks for a group
         self._delivery = Delivery(0)  # of the newest round
         self._slow: set[PeerID] = set()  # senders that were late for a part of it
         self._measures, self._is_known = bandwidth is None, bandwidth is not None  # the bandwidth
@@ -175,12 +175,12 @@ class RoundAverager(SafeAverager):
 
     # In the main process: rounds
 
-    def includes_parameters(self, number: int) -> bool:
+    def includes_parameters(self, step: int) -> bool:
         """Whether the round of a step also averages the parameters."""
-        return number % self.average_parameters_every == 0
+        return step % self.average_parameters_every == 0
 
     def schedule_round(
-        self, number: int, timeout: float, distance: float = 0.0, is_settling: bool = False
+        self, step: int, timeout: float, distance: float = 0.0, is_settling: bool = False
     ) -> RoundControl:
         """Start the search for the group of a step. It ends after `timeout` seconds, unless the all-reduce is running.
 
@@ -194,8 +194,8 @@ class RoundAverager(SafeAverager):
             weight=0.0,
             data_for_gather=Claims(0.0 if self.client_mode else self.claim.value, distance, is_settling).pack(),
         )
-        control.number, attached = number, MPFuture()
-        self._send("_step", step=control, number=number, future_for_init=attached)
+        control.step, attached = step, MPFuture()
+        self._send("_step", control=control, step=step, future_for_init=attached)
         control.attach(*attached.result(timeout=30.0))
         return control
 
@@ -205,9 +205,9 @@ class RoundAverager(SafeAverager):
         parameters = None if result.received_parameters is None else self.averaged_parameters
         return replace(result, gradients=self.gradients, parameters=parameters)
 
-    def set_roster(self, entries: Sequence[RosterEntry], finished_number: int) -> None:
+    def set_roster(self, entries: Sequence[RosterEntry], finished_step: int) -> None:
         """Set the roster of the next round, and the newest finished step."""
-        self._send("_set_roster", entries=entries, finished_number=finished_number)
+        self._send("_set_roster", entries=entries, finished_step=finished_step)
 
     def _send(self, method: str, **kwargs) -> None:
         with self._lock_pipe:
@@ -215,45 +215,45 @@ class RoundAverager(SafeAverager):
 
     # In the averager's process
 
-    async def _set_roster(self, entries: Sequence[RosterEntry], finished_number: int) -> None:
+    async def _set_roster(self, entries: Sequence[RosterEntry], finished_step: int) -> None:
         self._matchmaking.set_roster(entries)
-        self._matchmaking.finish(finished_number)
+        self._matchmaking.finish(finished_step)
 
-    async def _step(self, *, step: RoundControl, number: int, future_for_init: MPFuture) -> None:
-        step.number = number
+    async def _step(self, *, control: RoundControl, step: int, future_for_init: MPFuture) -> None:
+        control.step = step
         trigger, cancel = MPFuture(), MPFuture()
-        step.attach(trigger, cancel)
+        control.attach(trigger, cancel)
         future_for_init.set_result((trigger, cancel))
-        work = asyncio.create_task(self._run_round(step))
-        cancelled = asyncio.create_task(step.wait_for_cancel())
+        work = asyncio.create_task(self._run_round(control))
+        cancelled = asyncio.create_task(control.wait_for_cancel())
         await asyncio.wait({work, cancelled}, return_when=asyncio.FIRST_COMPLETED)
         work.cancel()
         cancelled.cancel()
         (outcome, *_) = await asyncio.gather(work, cancelled, return_exceptions=True)
-        step.stage = AveragingStage.FINISHED
+        control.stage = AveragingStage.FINISHED
         with suppress(Exception):  # the main process may cancel the round at this moment
             if isinstance(outcome, BaseException):
-                step.set_exception(AllreduceException(str(outcome) or type(outcome).__name__))
+                control.set_exception(AllreduceException(str(outcome) or type(outcome).__name__))
             else:
-                step.set_result(outcome)
+                control.set_result(outcome)
 
-    async def _run_round(self, step: RoundControl) -> RoundResult:
+    async def _run_round(self, control: RoundControl) -> RoundResult:
         started, group = time.monotonic(), None
         begins: asyncio.Future[AllReduce | None] = asyncio.get_running_loop().create_future()
-        step.stage = AveragingStage.LOOKING_FOR_GROUP
+        control.stage = AveragingStage.LOOKING_FOR_GROUP
         try:
             try:
-                async with asyncio.timeout(step.deadline - run_time()):  # the all-reduce has a separate one
-                    group = await self._matchmaking.look_for_group(step)
+                async with asyncio.timeout(control.deadline - run_time()):  # the all-reduce has a separate one
+                    group = await self._matchmaking.look_for_group(control)
                     missed, found = self._matchmaking.missed, time.monotonic()
                     self._rounds[group.group_id] = begins
-                    step.stage = AveragingStage.AWAITING_TRIGGER
-                    await step.wait_for_trigger()
+                    control.stage = AveragingStage.AWAITING_TRIGGER
+                    await control.wait_for_trigger()
             except TimeoutError:
                 raise TimeoutError("no group was found") from None
             begun = time.monotonic()
-            step.stage = AveragingStage.RUNNING_ALLREDUCE
-            result = await self._average_in_group(step, group, begins)
+            control.stage = AveragingStage.RUNNING_ALLREDUCE
+            result = await self._average_in_group(control, group, begins)
         finally:
             if not begins.done():
                 begins.set_result(None)
@@ -265,18 +265,18 @@ class RoundAverager(SafeAverager):
         return replace(result, missed=missed, seconds=seconds)
 
     async def _average_in_group(
-        self, step: RoundControl, group: GroupInfo, begins: asyncio.Future[AllReduce | None]
+        self, control: RoundControl, group: GroupInfo, begins: asyncio.Future[AllReduce | None]
     ) -> RoundResult:
         options, own = self.allreduce_kwargs, group.peer_ids.index(self.peer_id)
         standing = Standing([parse_claims(gathered) for gathered in group.gathered])
-        weight = 0.0 if standing.lacking[own] else step.weight
+        weight = 0.0 if standing.lacking[own] else control.weight
         shares = divide([claims.bandwidth for claims in standing.claims])
         given = standing.shares_to_give(shares)
         turn = int.from_bytes(group.group_id, "big")
         cut = partial(cut_tensors, options["compression"], options["part_size_bytes"], turn)
         cuts = [cut(TensorRole.GRADIENT, self.gradients, self.gradients, shares, weight)]
         cut_parameters = partial(cut, TensorRole.PARAMETER, self.parameters, self.averaged_parameters)
-        if self.includes_parameters(step.number) or (any(standing.lacking) and not any(given)):
+        if self.includes_parameters(control.step) or (any(standing.lacking) and not any(given)):
             cuts.append(cut_parameters(shares, float(standing.trusted[own])))
         elif any(given):
             takers = {peer_id for peer_id, lacks in zip(group.peer_ids, standing.lacking, strict=True) if lacks}
@@ -383,10 +383,10 @@ class RoundAverager(SafeAverager):
     ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
         try:
             async for message in self._keep_stream_open(self._matchmaking.rpc_join_group(request, context)):
-                self.requested_number.value = self._matchmaking.requested_number
+                self.requested_step.value = self._matchmaking.requested_step
                 yield message
         finally:
-            self.requested_number.value = self._matchmaking.requested_number
+            self.requested_step.value = self._matchmaking.requested_step
 
     async def rpc_aggregate_part(
         self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext

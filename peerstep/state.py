@@ -28,17 +28,15 @@ logger = get_logger(__name__)
 OFFER_MARGIN = 10.0  # seconds that an offer outlives the time of its renewal
 
 
-def set_schedule(scheduler: LambdaLR, epoch: int) -> None:
-    """Set a schedule to global step `epoch`, forwards or backwards, at constant cost.
+def set_schedule(scheduler: LambdaLR, step: int) -> None:
+    """Set a schedule to global step `step`, forwards or backwards, at constant cost.
 
     One `scheduler.step()` per global step, with the same result, would take hours for step 2^31 - 1.
     """
-    learning_rates = [
-        base * scale(epoch) for base, scale in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
-    ]
+    learning_rates = [base * scale(step) for base, scale in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
     for group, learning_rate in zip(scheduler.optimizer.param_groups, learning_rates, strict=True):
         group["lr"] = learning_rate
-    scheduler.last_epoch, scheduler._step_count, scheduler._last_lr = epoch, epoch + 1, learning_rates
+    scheduler.last_epoch, scheduler._step_count, scheduler._last_lr = step, step + 1, learning_rates
 
 
 class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
@@ -47,7 +45,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     It averages nothing. The class name is part of the protocol: hivemind addresses the averager of another peer by
     class name (hivemind/p2p/servicer.py).
 
-    `local_epoch` is the global step of this peer. Offers and saved states carry `applied_epoch`, the step whose update
+    `local_epoch` is the global step of this peer. Offers and saved states carry `applied_step`, the step whose update
     the parameters have. It lags while an update runs in the background.
 
     Only `apply_update`, `restore` and `sync_with_main_parameters` change the state, under `lock_optimizer` and
@@ -55,7 +53,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
 
     :param public_key: the subkey of this peer's records, from `build_validators`: an offer speaks for its signer
     :param download_timeout, donor_timeout: seconds for a whole download, and that a donor may be silent
-    :param credible_epoch: returns the newest global step that the run is known to be at; None accepts any step. Called
+    :param credible_step: returns the newest global step that the run is known to be at; None accepts any step. Called
       at the start of each download, see StateDownload. If all donors claim a later step, the state of one is accepted
       with a warning: there is no alternative.
     :param folder: on a disk, for the copies that other peers download; default: that for temporary files
@@ -73,14 +71,14 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         public_key: bytes,
         download_timeout: float = 600.0,
         donor_timeout: float = 60.0,
-        credible_epoch: Callable[[], int | None] | None = None,
+        credible_step: Callable[[], int | None] | None = None,
         folder: Path | None = None,
         **kwargs,
     ):
         self.public_key, self.folder = public_key, folder
         self.download_timeout, self.donor_timeout = download_timeout, donor_timeout
-        self.credible_epoch = credible_epoch
-        self.applied_epoch = 0
+        self.credible_step = credible_step
+        self.applied_step = 0
         self.marks: Marks = ()  # of the history of the parameters
         self._copy: StoredMessages | None = None  # see copy_state
         self._downloads: set = set()  # tasks, in the averager's process
@@ -98,21 +96,21 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     # Changing the state
 
     def apply_update(
-        self, epoch: int, gradients: Sequence[torch.Tensor], parameters: list[torch.Tensor] | None = None
+        self, step: int, gradients: Sequence[torch.Tensor], parameters: list[torch.Tensor] | None = None
     ) -> None:
-        """Run the optimizer for global step `epoch`.
+        """Run the optimizer for global step `step`.
 
-        The learning rate is that of `epoch - 1`, as in hivemind. May run in a background thread: readers wait until it
+        The learning rate is that of `step - 1`, as in hivemind. May run in a background thread: readers wait until it
         has ended. If the optimizer raises, restore a state.
 
         :param parameters: averaged parameters of a group, to start from instead of this peer's parameters
         """
-        with self._changing_to(epoch):
+        with self._changing_to(step):
             if parameters is not None:
                 torch._foreach_copy_(self.layout.parameters, parameters)
             for parameter, gradient in zip(self.layout.parameters, gradients, strict=True):
                 parameter.grad = gradient
-            self._set_schedule(epoch - 1)
+            self._set_schedule(step - 1)
             self.optimizer.step()
 
     def restore(self, metadata: dict, tensors: list[torch.Tensor]) -> None:
@@ -128,27 +126,27 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         if self.offload_optimizer:
             self._apply_optimizer_parameters_()
 
-    def sync_with_main_parameters(self, epoch: int) -> None:
+    def sync_with_main_parameters(self, step: int) -> None:
         """Copy parameters that were loaded into the model to the optimizer, and set their step.
 
         The copy of an offloaded optimizer would overwrite them at the next step.
         """
-        with self._changing_to(epoch):
+        with self._changing_to(step):
             torch._foreach_copy_(self.layout.parameters, tuple(self.main_parameters))
-            self.local_epoch = epoch
+            self.local_epoch = step
 
     @contextmanager
-    def _changing_to(self, epoch: int) -> Iterator[None]:
+    def _changing_to(self, step: int) -> Iterator[None]:
         """Drop the copy of the state, and change the state to that of a step, while no other thread reads it."""
         with self.lock_optimizer, self.lock_averaged_tensors, torch.no_grad():
             self._copy = None
             yield
-            self._set_schedule(epoch)
-            self.applied_epoch = epoch
+            self._set_schedule(step)
+            self.applied_step = step
 
-    def _set_schedule(self, epoch: int) -> None:
+    def _set_schedule(self, step: int) -> None:
         if self.scheduler is not None:
-            set_schedule(self.scheduler, max(0, epoch))
+            set_schedule(self.scheduler, max(0, step))
 
     def _apply_optimizer_parameters_(self) -> None:
         with self.lock_averaged_tensors:
@@ -179,7 +177,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         """Yield the state, metadata and tensors, without a copy. It does not change while the context is open."""
         with self.lock_optimizer, self.lock_averaged_tensors:
             marks = [list(mark) for mark in self.marks]
-            metadata = {"epoch": self.applied_epoch, "statistics": self.layout.names, "marks": marks}
+            metadata = {"epoch": self.applied_step, "statistics": self.layout.names, "marks": marks}
             yield metadata, [tensor.detach().cpu() for tensor in self.layout.tensors()]
 
     def copy_state(self) -> StoredMessages:
@@ -256,7 +254,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
 
         :param query: of `download_state`; default: a state of a later step than this peer's
         """
-        downloaded = self.download_state(**{"min_epoch": self.local_epoch + 1, **query})
+        downloaded = self.download_state(**{"min_step": self.local_epoch + 1, **query})
         if downloaded is None:
             return False
         donor, metadata, tensors = downloaded
@@ -265,18 +263,18 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         return True
 
     def download_state(
-        self, min_epoch: int = 0, credible_epoch: int | None = None, marks: Marks = ()
+        self, min_step: int = 0, credible_step: int | None = None, marks: Marks = ()
     ) -> tuple[str, dict, list[torch.Tensor]] | None:
-        """Ask donors in turn for a state of step `min_epoch` or later that fits.
+        """Ask donors in turn for a state of step `min_step` or later that fits.
 
-        :param credible_epoch: newest step that the run is known to be at; default: as `__init__` says
+        :param credible_step: newest step that the run is known to be at; default: as `__init__` says
         :param marks: of the history that the state must be of
         :returns: the donor's peer ID, metadata and tensors, all checked; None without a state in `download_timeout`
         """
-        if credible_epoch is None and self.credible_epoch is not None:
-            credible_epoch = self.credible_epoch()
+        if credible_step is None and self.credible_step is not None:
+            credible_step = self.credible_step()
         future = MPFuture()
-        query = [min_epoch, credible_epoch, self.download_timeout, marks]
+        query = [min_step, credible_step, self.download_timeout, marks]
         self._outer_pipe.send(("_download_state", [future, *query], {}))
         try:
             return future.result(timeout=self.download_timeout + self.donor_timeout)

@@ -40,7 +40,7 @@ class StateDownload:
     """Asks donors in turn until one has delivered its state.
 
     Order: donors with a credible step first, highest step first. The other donors follow only if none of these has
-    sent metadata with a credible step. A step is credible up to EPOCH_SLACK above `credible_epoch` (progress reports
+    sent metadata with a credible step. A step is credible up to STEP_SLACK above `credible_step` (progress reports
     lag), plus one per second since the query: no run takes more than one step per second. A state that most of up to
     NUM_COMPARED other donors contradict is used only if no donor has a better one.
 
@@ -52,8 +52,8 @@ class StateDownload:
     averager: SafeAverager  # of this peer, through which the donors are asked
     layout: StateLayout
     donor_timeout: float  # seconds that a donor may be silent
-    min_epoch: int  # oldest acceptable step
-    credible_epoch: int | None  # newest step that the run is known to be at; None if unknown
+    min_step: int  # oldest acceptable step
+    credible_step: int | None  # newest step that the run is known to be at; None if unknown
     timeout: float  # seconds
     marks: Marks = ()  # of the history that the state must be of
 
@@ -61,7 +61,7 @@ class StateDownload:
     MAX_DIALS = 64
     NUM_COMPARED = 7  # other donors that are asked for some elements of a state
     COMPARE_TIMEOUT = 10.0  # seconds
-    EPOCH_SLACK = 2
+    STEP_SLACK = 2
     PACE_GRACE = 10.0  # seconds before a donor's rate is judged
 
     def __post_init__(self):
@@ -93,7 +93,7 @@ class StateDownload:
         """Ask each donor once. Sets `_may_retry` after a failure that may be temporary, such as a lost connection."""
         self._may_retry = self._told_credible_step = self._believes_all = False
         offers, slots = await self._find_offers(), asyncio.Semaphore(self.MAX_DIALS)
-        self._queue, self._doubtful = rank_donors(offers, self.max_epoch, self.averager.peer_id)
+        self._queue, self._doubtful = rank_donors(offers, self.max_step, self.averager.peer_id)
         donors = (*self._queue, *self._doubtful)
         self._dials = {donor: asyncio.create_task(self._dial(donor, slots)) for donor in donors}
         try:
@@ -111,11 +111,11 @@ class StateDownload:
             await asyncio.gather(*self._dials.values(), return_exceptions=True)
 
     @property
-    def max_epoch(self) -> float:
+    def max_step(self) -> float:
         """Newest step that is credible at this time; it grows by one per second."""
-        if self.credible_epoch is None:
+        if self.credible_step is None:
             return math.inf
-        return self.credible_epoch + self.EPOCH_SLACK + time.monotonic() - self.started
+        return self.credible_step + self.STEP_SLACK + time.monotonic() - self.started
 
     async def _find_offers(self) -> object:
         key = f"{self.averager.prefix}.all_averagers"
@@ -155,7 +155,7 @@ class StateDownload:
                 return None
             if self._believes_all:
                 logger.warning(
-                    f"No peer offers a state of step #{self.credible_epoch}, the current step of the run: using the "
+                    f"No peer offers a state of step #{self.credible_step}, the current step of the run: using the "
                     "state of another step"
                 )
             return state
@@ -222,13 +222,13 @@ class StateDownload:
             metadata = self.averager.serializer.loads(serialized)
         except Exception:
             raise StateLoadError("its metadata cannot be read") from None
-        position = read_position(metadata, self.min_epoch)
+        position = read_position(metadata, self.min_step)
         if different_marks(self.marks, position.marks):
             raise StateLoadError("it is of another history of the run")
-        if position.step <= self.max_epoch:
+        if position.step <= self.max_step:
             self._told_credible_step = True
         elif not self._believes_all:
-            raise DoubtfulStepError(f"it is of step #{position.step}, but the run is at step #{self.credible_epoch}")
+            raise DoubtfulStepError(f"it is of step #{position.step}, but the run is at step #{self.credible_step}")
         return metadata  # pyright: ignore[reportReturnType]
 
     def _reached(self, donors: Iterable[PeerID]) -> list[PeerID]:
@@ -246,7 +246,7 @@ class StateDownload:
             raise ConnectionError(f"too slow: received {fraction:.1%} in {elapsed:.0f} seconds; asking another donor")
 
 
-def rank_donors(offers: object, max_epoch: float, own_id: PeerID) -> tuple[list[PeerID], list[PeerID]]:
+def rank_donors(offers: object, max_step: float, own_id: PeerID) -> tuple[list[PeerID], list[PeerID]]:
     """Sort donors by the priority of their offer, which is their step: highest last, ties at random.
 
     :returns: the donors with a credible step, and the other donors, without this peer and malformed offers
@@ -259,5 +259,5 @@ def rank_donors(offers: object, max_epoch: float, own_id: PeerID) -> tuple[list[
                 ranks[signer_of(subkey)] = priority, random.random()
     ranks.pop(own_id, None)
     donors = sorted(ranks, key=lambda donor: ranks[donor])
-    likely = [donor for donor in donors if ranks[donor][0] <= max_epoch]
-    return likely, [donor for donor in donors if ranks[donor][0] > max_epoch]
+    likely = [donor for donor in donors if ranks[donor][0] <= max_step]
+    return likely, [donor for donor in donors if ranks[donor][0] > max_step]

@@ -32,17 +32,17 @@ class OldStateError(StateLoadError):
     """Raised if a state is older than required."""
 
 
-def read_position(metadata: object, min_epoch: int = 0) -> Position:
+def read_position(metadata: object, min_step: int = 0) -> Position:
     """Return the step and the marks in the metadata of a state.
 
-    :raises ValueError: if one of them is missing or malformed; OldStateError if the step is before `min_epoch`
+    :raises ValueError: if one of them is missing or malformed; OldStateError if the step is before `min_step`
     """
     fields = metadata if isinstance(metadata, dict) else {}
-    if type(epoch := fields.get("epoch")) is not int or not 0 <= epoch <= MAX_STEP:
+    if type(step := fields.get("epoch")) is not int or not 0 <= step <= MAX_STEP:
         raise StateLoadError("it has no step number")
-    if epoch < min_epoch:
-        raise OldStateError(f"it is of step #{epoch}, no later than #{min_epoch - 1}")
-    return Position(epoch, parse_marks(fields.get("marks")))
+    if step < min_step:
+        raise OldStateError(f"it is of step #{step}, no later than #{min_step - 1}")
+    return Position(step, parse_marks(fields.get("marks")))
 
 
 class StateLayout:

@@ -115,7 +115,7 @@ class EvaluationLoop:
 
     def _evaluate(self) -> None:
         started = time.monotonic()
-        downloaded = self.averager.download_state(min_epoch=self.evaluated_step + 1)
+        downloaded = self.averager.download_state(min_step=self.evaluated_step + 1)
         if downloaded is None:
             pause = self._backoff.fail()
             logger.warning(f"No trainer offers its state; trying again in {pause:.0f} seconds")

@@ -52,7 +52,7 @@ class CheckpointKeeper:
         self.folder = Path(args.output_dir)
         self.saved_step = self._reported_step = -1
         self._has_gone_back = False  # the run went back to a step before the saved one, which is not saved yet
-        averager.credible_epoch = lambda: self._reported_step if self._reported_step >= 0 else None
+        averager.credible_step = lambda: self._reported_step if self._reported_step >= 0 else None
         # A fabricated step has no state, and each attempt costs the trainers bandwidth.
         self._backoff = Backoff(first=args.refresh_period, longest=MAX_PAUSE)
         # Called in the thread with the step of each saved checkpoint, while the model has its parameters
@@ -85,7 +85,7 @@ class CheckpointKeeper:
 
     def _save(self, min_step: int, max_step: int) -> None:
         try:
-            downloaded = self.averager.download_state(min_epoch=min_step)
+            downloaded = self.averager.download_state(min_step=min_step)
             if downloaded is None:
                 raise TemporaryError("No trainer offers its state yet")
             donor, metadata, tensors = downloaded

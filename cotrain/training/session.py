@@ -251,7 +251,7 @@ class TrainingSession:
             return
         with self.optimizer.frozen_state():
             own = self.restore_checkpoint()
-            newest = self.optimizer.state_averager.download_state(min_epoch=0 if own is None else own.step)
+            newest = self.optimizer.state_averager.download_state(min_step=0 if own is None else own.step)
             if newest is None and own is not None:
                 newest = "the last checkpoint", own.metadata, own.tensors
             if newest is None or self.num_recoveries > self.MAX_RECOVERIES:

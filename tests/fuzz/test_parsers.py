@@ -246,11 +246,11 @@ def test_groups(draw):
     schema, peer = draw(st.sampled_from([b"schema"] * 3 + [b""])), draw(st.sampled_from([b"other"] * 3 + [b"banned"]))
     request = averaging_pb2.JoinRequest(schema_hash=schema, gather=claims, group_key=key)
     asked = matchmaking()
-    asked.finished_number = draw(st.sampled_from([-1, 16, 17, 2**62]))
+    asked.finished_step = draw(st.sampled_from([-1, 16, 17, 2**62]))
     asked._requests = dict.fromkeys(range(draw(st.sampled_from([0, MAX_HELD_REQUESTS]))))
     asked.ban(PeerID(b"banned"), time.time() + 60)
     accepts = bounded(asked._refuse, request, PeerID(peer), refusals=()) is None
-    is_asked = number is not None and number > asked.finished_number and not asked._requests
+    is_asked = number is not None and number > asked.finished_step and not asked._requests
     assert accepts == (is_asked and parsed is not None and (schema, peer) == (b"schema", b"other"))
 
 
@@ -336,7 +336,7 @@ def averager():
 def test_states(draw):
     own = averager()
     marks = draw(st.sampled_from([(), parse_marks(MARKS), ((16, "1" * 12),)]))
-    download = StateDownload(own, own.layout, 60.0, min_epoch=8, credible_epoch=20, timeout=60.0, marks=marks)
+    download = StateDownload(own, own.layout, 60.0, min_step=8, credible_step=20, timeout=60.0, marks=marks)
     metadata, tensors = snapshot(own)
     metadata = {**metadata, "epoch": draw(st.sampled_from([17] * 3 + [7, 30, MAX_STEP])), "marks": MARKS}
     metadata["statistics"] = draw(altered(metadata["statistics"]))

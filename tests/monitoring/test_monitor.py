@@ -287,7 +287,7 @@ def test_last_checkpoint_is_that_of_the_newest_state(tmp_path, stored, monkeypat
     )
     keeper.saved_step = saved
     if not offered:
-        keeper.averager.download_state = lambda min_epoch: None
+        keeper.averager.download_state = lambda min_step: None
     monitor = make_monitor(tmp_path, Mock(), MetricsAggregator())
     monitor.keeper = keeper
     publish(stored, 5, "one")
@@ -303,7 +303,7 @@ def test_last_checkpoint_is_saved_once(tmp_path, caplog):
     begun, goes_on = threading.Event(), threading.Event()
     averager = FakeAverager(step=5)
     download = averager.download_state
-    averager.download_state = lambda min_epoch: (begun.set(), goes_on.wait(60), download(min_epoch))[-1]
+    averager.download_state = lambda min_step: (begun.set(), goes_on.wait(60), download(min_step))[-1]
     args = TrainingMonitorArguments(output_dir=str(tmp_path))
     keeper = CheckpointKeeper(averager, Task(), torch.nn.Linear(2, 2), "run", args)
     keeper.update(5, trainers_are_leaving=False)

@@ -18,8 +18,8 @@ RESULT = RoundResult(Outcome.AVERAGED)
 class FakeControl:
     """Handle of a round that stays in matchmaking until the test changes its stage."""
 
-    def __init__(self, number: int):
-        self.number, self.stage = number, AveragingStage.LOOKING_FOR_GROUP
+    def __init__(self, step: int):
+        self.step, self.stage = step, AveragingStage.LOOKING_FOR_GROUP
         self.weight = None
         self.is_called_off = self.has_group = self.began_allreduce = False
         self._is_finished, self._result = False, None
@@ -46,17 +46,17 @@ class FakeAverager:
     def __init__(self):
         self.controls: list[FakeControl] = []
         self.rosters: list[tuple] = []
-        self.requested_number = SimpleNamespace(value=-1)
+        self.requested_step = SimpleNamespace(value=-1)
 
-    def schedule_round(self, number: int, timeout: float, distance: float, is_settling: bool) -> FakeControl:
-        self.controls.append(FakeControl(number))
+    def schedule_round(self, step: int, timeout: float, distance: float, is_settling: bool) -> FakeControl:
+        self.controls.append(FakeControl(step))
         return self.controls[-1]
 
     def collect(self, control: FakeControl) -> RoundResult:
         return control.result(timeout=0)
 
-    def set_roster(self, entries, finished_number: int) -> None:
-        self.rosters.append((tuple(entries), finished_number))
+    def set_roster(self, entries, finished_step: int) -> None:
+        self.rosters.append((tuple(entries), finished_step))
 
 
 class FakeTracker:
@@ -133,8 +133,8 @@ def test_trainer_takes_no_step_alone_while_another_side_may_outrank_it(parts, cl
     clock.at(20.0, lambda: setattr(tracker, "side_to_join", "a trainer of the other side"))
     assert coordinator.average(5, 8.0).outcome == Outcome.MISSED and averager.controls[0].is_called_off
     assert clock.now > 20
-    tracker.side_to_join, tracker.is_outranked, averager.requested_number.value = None, False, 5
-    clock.at(20.0, lambda: setattr(averager.requested_number, "value", -1))  # the peer that has asked has left
+    tracker.side_to_join, tracker.is_outranked, averager.requested_step.value = None, False, 5
+    clock.at(20.0, lambda: setattr(averager.requested_step, "value", -1))  # the peer that has asked has left
     assert coordinator.average(5, 8.0).outcome == Outcome.ALONE
     assert clock.now > 40
 
@@ -156,7 +156,7 @@ def test_running_all_reduce_is_not_abandoned(parts, clock):
 
     def begin() -> None:
         (control,) = averager.controls
-        assert (control.number, control.weight, control.is_triggered) == (5, 8.0, True)
+        assert (control.step, control.weight, control.is_triggered) == (5, 8.0, True)
         control.stage = AveragingStage.RUNNING_ALLREDUCE
         tracker.others, tracker.done = 0, 2
 
@@ -179,7 +179,7 @@ def test_failed_round_is_retried_for_the_same_step(parts, clock):
     clock.at(2.0, lambda: averager.controls[1].finish(RESULT))
     result = coordinator.average(5, 8.0)
     assert result.outcome == Outcome.AVERAGED and not result.may_be_used, "no member has seen the contribution"
-    assert [control.number for control in averager.controls] == [5, 5]
+    assert [control.step for control in averager.controls] == [5, 5]
     assert result.num_attempts == 2 and "a member left" in result.error and averager.controls[1].weight == 8.0
 
 
@@ -229,7 +229,7 @@ def test_matchmaking_begins_ahead_of_the_step(parts, clock):
     tracker.seconds_to_step = 4.0
     coordinator.look_ahead()
     coordinator.look_ahead()
-    assert [control.number for control in averager.controls] == [5]
+    assert [control.step for control in averager.controls] == [5]
     assert not coordinator.has_group
     averager.controls[0].has_group = True
     assert coordinator.has_group
@@ -243,7 +243,7 @@ def test_search_for_an_outdated_step_is_cancelled(parts):
     tracker.next_step = 7
     coordinator.look_ahead()
     assert averager.controls[0].is_called_off
-    assert [control.number for control in averager.controls] == [5, 7]
+    assert [control.step for control in averager.controls] == [5, 7]
 
 
 def test_search_may_be_stopped_by_another_thread_at_any_moment(parts, monkeypatch):
@@ -260,7 +260,7 @@ def test_request_of_another_peer_refreshes_the_reports(parts):
     tracker.seconds_to_step = 100.0
     coordinator.look_ahead()
     assert tracker.num_looks == 0
-    averager.requested_number.value = 5
+    averager.requested_step.value = 5
     coordinator.look_ahead()
     assert tracker.num_looks == 1 and not averager.controls
 

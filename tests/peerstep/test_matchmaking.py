@@ -40,7 +40,7 @@ class Control:
     """Handle of a round, with the attributes that matchmaking reads."""
 
     def __init__(self, number: int, is_due: bool, claims: Claims):
-        self.number, self.deadline, self.data_for_gather = number, 0.0, claims.pack()
+        self.step, self.deadline, self.data_for_gather = number, 0.0, claims.pack()
         self._trigger = asyncio.Event()
         if is_due:
             self._trigger.set()
@@ -206,7 +206,7 @@ async def test_early_request_is_kept_until_the_step():
     network, ids = make_network(2, patience=30.0)
     _, early = network.search(ids[1])
     await asyncio.sleep(0.5)
-    assert network.peers[ids[0]].requested_number == 1 and network.peers[ids[1]].requested_number == -1
+    assert network.peers[ids[0]].requested_step == 1 and network.peers[ids[1]].requested_step == -1
     _, late = network.search(ids[0])
     assert_one_group(await asyncio.wait_for(asyncio.gather(early, late), 2), ids)
 
@@ -417,7 +417,7 @@ async def test_request_for_a_step_far_ahead_does_not_hide_the_others():
     for peer_id, number in ((ids[1], 2**59), (ids[2], 1)):
         held.append(network.peers[ids[0]].rpc_join_group(request(number), SimpleNamespace(remote_id=peer_id)))
         assert (await anext(held[-1])).code == averaging_pb2.ACCEPTED
-    assert network.peers[ids[0]].requested_number == 1
+    assert network.peers[ids[0]].requested_step == 1
     for answers in held:
         await answers.aclose()
 

@@ -365,7 +365,7 @@ def test_peer_with_values_that_are_not_finite_is_banned_for_ten_minutes():
 def test_steps_that_the_others_took_during_a_download_are_missed_updates(agreed, missed, monkeypatch):
     optimizer = build()
     compute(optimizer, 0.2)
-    monkeypatch.setattr(type(optimizer.tracker), "agreed_epoch", agreed)
+    monkeypatch.setattr(type(optimizer.tracker), "agreed_step", agreed)
     monkeypatch.setattr(optimizer.tracker, "refresh", bool)
     monkeypatch.setattr(
         optimizer.state_averager, "load_state_from_peers",
@@ -390,7 +390,7 @@ def test_only_a_state_of_another_step_is_downloaded(completed, least, monkeypatc
     queries = []
     monkeypatch.setattr(optimizer.state_averager, "download_state", lambda **query: queries.append(query))
     optimizer.load_state_from_peers()
-    assert queries[0]["min_epoch"] == least
+    assert queries[0]["min_step"] == least
 
 
 def test_claim_of_a_step_that_nobody_offers_costs_no_gradients(monkeypatch):
@@ -556,7 +556,7 @@ def test_checkpoint_during_a_hanging_round_waits_for_nothing_and_has_one_step(ma
     finally:
         may_end.set()
         thread.join(120)
-    assert optimizer.local_epoch == optimizer.state_averager.applied_epoch == 2
+    assert optimizer.local_epoch == optimizer.state_averager.applied_step == 2
     assert not optimizer.accumulator.num_samples
     optimizer.finish_pending_update()
     assert torch.allclose(parameter, optimizer._offloaded_parameters()[0]), "the local updates are in the step"

@@ -434,7 +434,7 @@ def test_answer_without_a_peer_does_not_erase_it(clock):
 def test_samples_of_a_step_that_began_meanwhile_are_not_counted_twice():
     tracker = make_tracker()
     tracker.begin_step(1, 96)
-    tracker.report_samples(96, epoch=0)
+    tracker.report_samples(96, step=0)
     assert tracker.local_progress.samples_accumulated == 0
 
 
@@ -451,7 +451,7 @@ def test_samples_of_a_step_that_began_meanwhile_are_not_counted_twice():
 def test_step_of_the_run(epochs, completed, agreed, credible):
     reports = zip(epochs, completed, strict=True)
     tracker = see(make_tracker(), *(record(n + 1, epoch=e, completed=c) for n, (e, c) in enumerate(reports)))
-    assert (tracker.agreed_epoch, tracker.credible_epoch()) == (agreed, credible)
+    assert (tracker.agreed_step, tracker.credible_step()) == (agreed, credible)
 
 
 # Background thread

@@ -90,7 +90,7 @@ def test_step_number_of_a_state_costs_no_time_and_may_be_lower():
                     lambda: averager.sync_with_main_parameters(500)):  # fmt: skip
         averager.restore({**metadata, "epoch": 900}, tensors)
         go_back()
-        assert averager.local_epoch == averager.applied_epoch == snapshot(averager)[0]["epoch"] == 500
+        assert averager.local_epoch == averager.applied_step == snapshot(averager)[0]["epoch"] == 500
         assert learning_rates(averager.optimizer) == pytest.approx([0.005, 0.005])
 
 
@@ -119,7 +119,7 @@ def test_updates_are_those_of_one_process(optimizer, are_averaged):
         scheduler.step()
         assert torch.equal(flat(averager.layout.parameters), flat(own))
         assert learning_rates(averager.optimizer) == learning_rates(alone)
-        assert averager.applied_epoch == epoch and averager.local_epoch == 0
+        assert averager.applied_step == epoch and averager.local_epoch == 0
     assert (flat(own) - start).abs().max() > 1e-3
     averager._apply_optimizer_parameters_()
     assert torch.equal(flat(averager.main_parameters), flat(own))
@@ -145,7 +145,7 @@ def test_nobody_reads_the_state_in_the_middle_of_an_update_or_a_download(pool, c
         is_in_the_middle.set()
         may_end.wait(60)
         fill_parameters(averager, 2.0)
-        averager.applied_epoch = epoch
+        averager.applied_step = epoch
 
     averager._set_schedule = be_interrupted
     averaged = [torch.full_like(parameter, 2.0) for parameter in averager.layout.parameters]
@@ -172,7 +172,7 @@ def test_offers_and_snapshots_carry_the_applied_step():
     averager = offline_averager()
     averager.sync_with_main_parameters(5)
     averager.local_epoch = 6  # the update to step 6 is still running in the background
-    assert averager.applied_epoch == snapshot(averager)[0]["epoch"] == 5
+    assert averager.applied_step == snapshot(averager)[0]["epoch"] == 5
     assert receive(averager.copy_state(), averager)[0]["epoch"] == 5
 
 
@@ -330,13 +330,13 @@ def test_states_that_do_not_fit_are_refused_whole():
     for index in (first + step, first + names.index("exp_avg_sq")):
         refuse("negative", changed_tensors=with_value(index, -5))
     refuse("impossible step count", changed_tensors=with_value(first + step, 2**63 - 1))
-    assert averager.local_epoch == averager.applied_epoch == 0
+    assert averager.local_epoch == averager.applied_step == 0
     assert torch.equal(before, flat(averager.main_parameters))
 
     changed = [tensor + 1 for tensor in tensors]
     learning_rate = averager.optimizer.param_groups[0]["lr"]
     averager.restore({**metadata, "epoch": 7}, changed)
-    assert averager.local_epoch == averager.applied_epoch == 7
+    assert averager.local_epoch == averager.applied_step == 7
     assert averager.optimizer.param_groups[0]["lr"] == pytest.approx(learning_rate * 993 / 1000)
     assert averager.optimizer.param_groups[0]["weight_decay"] == 0.01
     assert torch.equal(flat(averager.main_parameters), flat(changed[: len(averager.main_parameters)]))

@@ -59,7 +59,7 @@ def test_state_survives_the_transfer(donors, optimizer, compression, tolerance, 
     donor._apply_optimizer_parameters_()
     offer(donor, step=2)
     assert newcomer.load_state_from_peers()
-    assert newcomer.local_epoch == newcomer.applied_epoch == 2
+    assert newcomer.local_epoch == newcomer.applied_step == 2
     assert learning_rates(newcomer.optimizer) == learning_rates(donor.optimizer)
     assert torch.allclose(flat(newcomer.main_parameters), flat(donor.main_parameters), rtol=tolerance, atol=1e-6)
     ours, theirs = statistics(newcomer), statistics(donor)
@@ -100,7 +100,7 @@ def test_silent_donor_is_passed_over_and_without_any_ours_stays(donors, clock):
     assert newcomer.local_epoch == 1
     assert torch.equal(flat(newcomer.main_parameters), flat(good.main_parameters))
     before, started, good.behaviour = flat(newcomer.main_parameters), clock.now, be_silent
-    assert not newcomer.load_state_from_peers(min_epoch=1)
+    assert not newcomer.load_state_from_peers(min_step=1)
     assert clock.now - started < 5
     assert torch.equal(flat(newcomer.main_parameters), before)
     assert newcomer.local_epoch == 1
@@ -160,12 +160,10 @@ def test_donor_that_trickles_leaves_the_others_their_time(donors):
     assert donor == str(good.peer_id)
 
 
-def make_download(
-    *dials: Exception | None, timeout: float = 100.0, credible_epoch: int | None = None
-) -> StateDownload:
+def make_download(*dials: Exception | None, timeout: float = 100.0, credible_step: int | None = None) -> StateDownload:
     """Build a download that has dialed further donors, with these results."""
     averager, layout = SimpleNamespace(serializer=MSGPackSerializer), SimpleNamespace(max_metadata_bytes=100)
-    download = StateDownload(averager, layout, 60.0, 0, credible_epoch, timeout=timeout)
+    download = StateDownload(averager, layout, 60.0, 0, credible_step, timeout=timeout)
     for number, result in enumerate(dials):
         download._dials[number] = Future()
         download._dials[number].set_result(result)
@@ -237,9 +235,9 @@ def test_donor_of_a_doubtful_step_is_the_last_resort(donors):
 
     assert downloaded_step() == 30_000, "nothing is known"
     for known, expected in ((5, 7), (7, 7), (None, 30_000), (30_000, 30_000)):
-        newcomer.credible_epoch = lambda known=known: known
+        newcomer.credible_step = lambda known=known: known
         assert downloaded_step() == expected
-    newcomer.credible_epoch = lambda: 7
+    newcomer.credible_step = lambda: 7
     offer(liar, step=30_000, priority=8)  # a credible priority, but not a credible step in the state
     assert downloaded_step() == 7
     honest.behaviour = be_silent
@@ -252,9 +250,9 @@ def test_doubtful_step_is_refused_although_the_credible_donor_fails(donors):
     honest, liar, newcomer = donors.add(break_off), donors.add(), donors.add()
     offer(honest, step=7)
     offer(liar, step=30_000)
-    newcomer.credible_epoch = lambda: 7
+    newcomer.credible_step = lambda: 7
     assert newcomer.download_state() is None
-    newcomer.credible_epoch = lambda: None
+    newcomer.credible_step = lambda: None
     assert newcomer.download_state()[1]["epoch"] == 30_000
 
 
@@ -271,7 +269,7 @@ def test_state_that_most_other_donors_contradict_is_the_last_resort(donors, num_
             donor._apply_optimizer_parameters_()
             offer(donor, step=5, priority=priority)
     newcomer = donors.add()
-    _, _, tensors = newcomer.download_state(credible_epoch=5)
+    _, _, tensors = newcomer.download_state(credible_step=5)
     assert torch.sign(tensors[0].flatten()[0]) == expected
 
 
@@ -304,12 +302,12 @@ def test_state_with_false_statistics_is_not_used(donors, optimizer, first, secon
         offer(donor, step=5, priority=6 - len(donors.averagers))
     newcomer = donors.add(**options)
     liar = next(iter(donors.averagers.values()))
-    assert newcomer.download_state(credible_epoch=20)[0] == str(liar.peer_id), "without the lie"
+    assert newcomer.download_state(credible_step=20)[0] == str(liar.peer_id), "without the lie"
     for values in liar.optimizer.state.values():
         values["exp_avg"] *= first
         values["exp_avg_sq"] *= second
     liar._copy = None
-    found = newcomer.download_state(credible_epoch=20)
+    found = newcomer.download_state(credible_step=20)
     assert (found is None) if is_alone else found[0] != str(liar.peer_id)
 
 
@@ -399,11 +397,11 @@ async def test_downloads_of_a_peer_and_those_that_stall_are_bounded(donors, monk
 
 
 def test_credible_step_grows_with_the_time_of_a_download(clock):
-    download = make_download(credible_epoch=10)
-    assert download.max_epoch == 12
+    download = make_download(credible_step=10)
+    assert download.max_step == 12
     clock.now += 100
-    assert download.max_epoch == 112
-    assert make_download().max_epoch == float("inf")
+    assert download.max_step == 112
+    assert make_download().max_step == float("inf")
 
 
 def test_donors_are_ranked_by_step_without_malformed_offers():
@@ -507,7 +505,7 @@ def test_monitor_compares_with_the_state_that_it_offers(build_swarm, monkeypatch
     trainer.optimizer.state_averager.offer(priority=1)
     peer, seed = swarm.borrow(), bytes(8)
     with builders.open_observer(build_model(CONFIG, "run"), peer, swarm.run_id, arguments(), 60.0) as observer:
-        assert observer.load_state_from_peers(min_epoch=0)
+        assert observer.load_state_from_peers(min_step=0)
         observer.offer(priority=1)
 
         async def ask() -> DownloadData:

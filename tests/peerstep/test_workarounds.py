@@ -23,7 +23,7 @@ def test_scaler_of_hivemind_is_refused():
 def make_control() -> RoundControl:
     trigger, cancel = MPFuture(), MPFuture()  # the first one of a process must not be the control
     control = RoundControl(scheduled_time=0.0, deadline=math.inf, allow_retries=False, weight=3.0, data_for_gather=b"")
-    control.number = 2**40
+    control.step = 2**40
     control.attach(trigger, cancel)
     return control
 
@@ -56,7 +56,7 @@ def test_rounds_and_averagers_that_were_not_finished_are_deleted_in_silence():
 def test_handle_of_a_round_keeps_its_values_apart():
     control = make_control()
     control.weight = 7.0
-    assert (control.number, control.weight) == (2**40, 7.0)
+    assert (control.step, control.weight) == (2**40, 7.0)
 
 
 def test_reading_from_a_dht_that_has_died_ends(monkeypatch):

@@ -135,7 +135,7 @@ def flood_requests() -> None:
 
     async def ask(self, leader) -> None:
         while True:
-            key = str(self.finished_number + 1)
+            key = str(self.finished_step + 1)
             request = averaging_pb2.JoinRequest(
                 schema_hash=self.schema_hash, expiration=run_time() + 60, gather=claims, group_key=key
             )

@@ -124,8 +124,8 @@ class FakeAverager:
     def __init__(self, step: int):
         self.step, self.offered_step, self.local_epoch = step, None, 0
 
-    def download_state(self, min_epoch: int):
-        return ("donor", *self.snapshot()) if self.step >= min_epoch else None
+    def download_state(self, min_step: int):
+        return ("donor", *self.snapshot()) if self.step >= min_step else None
 
     def restore(self, metadata, tensors) -> None:
         self.local_epoch, self.marks = metadata["epoch"], metadata.get("marks", ())
@@ -151,8 +151,8 @@ class FakeStateAverager(FakeAverager):
         super().__init__(step)
         self.model, self.offered = model, offered
 
-    def download_state(self, min_epoch: int):
-        if self.offered is None or self.offered < min_epoch:
+    def download_state(self, min_step: int):
+        if self.offered is None or self.offered < min_step:
             return None
         return "donor", {"epoch": self.offered, "statistics": []}, []
 

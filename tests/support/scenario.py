@@ -114,7 +114,7 @@ class Peer(Node):
 
     def _record(self) -> None:
         self.samples.update((r.step, r.samples) for r in self.optimizer.pop_records() if r.outcome != Outcome.FAILED)
-        if self.optimizer.state_averager.applied_epoch != self._recorded:
+        if self.optimizer.state_averager.applied_step != self._recorded:
             metadata, tensors = snapshot(self.optimizer.state_averager)
             self._recorded = metadata["epoch"]
             later = [step for step in self.history if step > self._recorded]  # of a fork that this peer has left

@@ -89,7 +89,7 @@ class Trainer:
     def hold(self) -> Iterator[None]:
         """Keep the trainer from taking a global step while the block runs."""
         with self.optimizer.frozen_state():
-            self.version = self.optimizer.state_averager.applied_epoch  # frozen_state applies a pending update
+            self.version = self.optimizer.state_averager.applied_step  # frozen_state applies a pending update
             yield
 
     def local_step(self, batch: dict[str, torch.Tensor]) -> None:
@@ -120,7 +120,7 @@ class Trainer:
         """Download the newest state, as a trainer does at its start."""
         self.tracker.refresh()
         wait_until(self.optimizer.load_state_from_peers, 120, "the offer of a state")
-        self.version = self.optimizer.state_averager.applied_epoch
+        self.version = self.optimizer.state_averager.applied_step
 
     def wait_for(self, step: int, timeout: float = 120) -> None:
         wait_until(lambda: self.completed >= step, timeout, f"step {step}: {self.log}")
