@@ -566,11 +566,15 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         return missed if missed <= MAX_MISSED_UPDATES else 0
 
     def _skip(self, missed: int) -> None:
-        """Continue at the step of the others, as after a sleep. They give this peer the parameters, see Standing."""
+        """Continue at the step of the others, as after a sleep."""
         self.coordinator.call_off()
+        self._catch_up(missed)
+        logger.info(f"Missed {missed} steps: receiving the parameters in the round of step #{self.local_epoch + 1}")
+
+    def _catch_up(self, missed: int) -> None:
+        """Pass over steps that the others have taken. They give this peer the updates that it lacks, see Standing."""
         self.state_averager.local_epoch += missed
         self.distance += missed
-        logger.info(f"Missed {missed} steps: receiving the parameters in the round of step #{self.local_epoch + 1}")
         self._records.append(StepRecord(self.local_epoch, Outcome.CAUGHT_UP))
         self._report_step()
         self.share_state()
@@ -596,14 +600,12 @@ class CollaborativeOptimizer(hivemind.Optimizer):
                 self.tracker.report_position(self.local_epoch, 0, marks=averager.marks)
                 self.tracker.refresh()
                 # The other trainers have taken steps during the download. This peer takes part in their current or
-                # next round and receives the updates that it lacks.
-                step = max(self.local_epoch, self.tracker.agreed_step)
-                missed = step - self.local_epoch if step <= self.local_epoch + MAX_MISSED_UPDATES else 0
-                averager.local_epoch += missed
-                self.distance, self.coordinator.is_settling = float(missed), missed > 0
-                self.forget_progress()
-                self.share_state()
-                self._records.append(StepRecord(self.local_epoch, Outcome.CAUGHT_UP))
+                # next round.
+                missed = max(0, self.tracker.agreed_step - self.local_epoch)
+                missed = missed if missed <= MAX_MISSED_UPDATES else 0
+                self.distance, self.coordinator.is_settling = 0.0, missed > 0
+                self.accumulator.drop()
+                self._catch_up(missed)
                 self._failed_loads = 0
             elif other is not None:
                 return self._follow_clients(other) or self._ignore_unbacked_claim(other)

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from cryptography.hazmat.primitives import serialization
 from hivemind.dht import DHT
@@ -109,7 +108,7 @@ class Swarm:
     def __enter__(self) -> "Swarm":
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
 

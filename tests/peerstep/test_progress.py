@@ -190,32 +190,28 @@ def test_report_speaks_for_its_signer_only():
 # When a step is due
 
 
-def test_step_is_due_with_enough_samples_in_total(clock):
-    tracker = see(make_tracker(target=100), record(1, samples=40), record(2, samples=30))
-    clock.now += 100.0  # at a higher rate, the missing samples would be expected at once
-    compute(tracker, 20)
-    assert tracker.seconds_to_step > 0
-    compute(tracker, 30)
-    assert tracker.seconds_to_step == 0
-
-
-def test_claimed_samples_count_for_one_step_at_most():
-    tracker = see(make_tracker(target=100), record(1, samples=10**9 - 1), record(2, samples=30))
-    assert tracker.estimate()[0] == 130
+@pytest.mark.parametrize(
+    ("own", "reports", "total", "is_due"),
+    [
+        (20, [{"samples": 40}, {"samples": 30}], 90, False),
+        (30, [{"samples": 40}, {"samples": 30}], 100, True),
+        (0, [{"samples": 10**9 - 1}, {"samples": 30}], 130, True),  # a claim counts for one step at most
+        # Otherwise the step would no longer be due for slower peers as soon as the first peer has begun it
+        (10, [{"epoch": 1, "completed": 0, "contributed": 40}, {"samples": 30}, {"samples": 20}], 100, True),
+        (50, [{"samples": 50, "rate": 5.0}, {}, {}, {}], 100, True),  # newcomers make nobody count for less
+    ],
+)
+def test_step_is_due_with_enough_samples_in_total(own, reports, total, is_due, clock):
+    tracker = see(make_tracker(target=100), *(record(number, **report) for number, report in enumerate(reports, 1)))
+    clock.now += 10.0  # at a higher rate, the missing samples would be expected at once
+    compute(tracker, own)
+    assert tracker.estimate()[0] == total and (tracker.seconds_to_step == 0) == is_due
 
 
 def test_samples_of_other_steps_do_not_count():
     tracker = see(make_tracker(target=100), record(1, epoch=1, samples=80), record(2, epoch=0, samples=50))
     tracker.begin_step(3, 0)
     assert tracker.estimate()[0] == 0
-
-
-def test_contributed_samples_still_count():
-    """Otherwise the step would no longer be due for slower peers as soon as the first peer has begun it."""
-    reports = [record(1, epoch=1, completed=0, contributed=40), record(2, samples=30), record(3, samples=20)]
-    tracker = see(make_tracker(target=100), *reports)
-    compute(tracker, 10)
-    assert tracker.seconds_to_step == 0
 
 
 @pytest.mark.parametrize(("invited", "seconds"), [(False, 60.0), (True, 0.0)])
@@ -239,13 +235,6 @@ def test_trainers_that_are_stuck_make_nobody_count_for_less(clock):
         clock.now += HEARTBEAT_SECONDS
         stuck = [record(number, reported_at=run_time(), time=run_time() - clock.now) for number in (2, 3, 4)]
         see(tracker, record(1, samples=60, rate=1.0), *stuck)
-    compute(tracker, 50)
-    assert tracker.seconds_to_step == 0
-
-
-def test_trainers_without_samples_make_nobody_count_for_less():
-    """Three newcomers beside two trainers that have the target batch."""
-    tracker = see(make_tracker(target=100), record(1, samples=50, rate=5.0), *[record(n) for n in (2, 3, 4)])
     compute(tracker, 50)
     assert tracker.seconds_to_step == 0
 

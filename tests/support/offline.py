@@ -1,7 +1,6 @@
 """Averagers and optimizers without their processes and without a network, for fast tests of one peer."""
 
 import asyncio
-import tempfile
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -14,19 +13,13 @@ from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.mpfuture import MPFuture
 from hivemind.utils.timed_storage import ValueWithExpiration
 
-from cotrain.arguments import (
-    CollaborationArguments,
-    LocalTrainingArguments,
-    ProgressTrackerArguments,
-    TrainerArguments,
-)
-from cotrain.training.builders import build_optimizer
 from peerstep.coordinator import Outcome
 from peerstep.optimizer import CollaborativeOptimizer
 from peerstep.records import signer_of
 from peerstep.rounds import RoundResult
 from peerstep.state import TrainingStateAverager
 from tests.support.models import build_model
+from tests.support.peers import build_trainers_optimizer
 from tests.support.state import CONFIG, build_averager
 
 SUBKEY = RSASignatureValidator(RSAPrivateKey()).local_public_key
@@ -168,14 +161,6 @@ def offline_averager(peer=PEER, **options) -> TrainingStateAverager:
 
 def offline_optimizer(model: torch.nn.Module, **flags) -> CollaborativeOptimizer:
     """Build a trainer's optimizer with `Rounds`. Use the fixture `offline`, which keeps it from starting processes."""
-    known = LocalTrainingArguments.__dataclass_fields__
-    options = {name: value for name, value in flags.items() if name in known}
-    training_args = LocalTrainingArguments(**{"output_dir": tempfile.gettempdir(), **options})
-    collaboration_args = CollaborationArguments(
-        run_id="run", bandwidth=flags.pop("bandwidth", 50.0),
-        **{name: value for name, value in flags.items() if name not in known},
-    )  # fmt: skip
-    args = TrainerArguments(training_args, None, collaboration_args, ProgressTrackerArguments())
-    optimizer = build_optimizer(model, PEER, 4, args)
+    optimizer = build_trainers_optimizer(model, PEER, 4, **{"bandwidth": 50.0, **flags})
     optimizer.coordinator = Rounds(optimizer)
     return optimizer

@@ -20,7 +20,6 @@ import psutil
 from cotrain.arguments import (
     BaseTrainingArguments,
     CollaborationArguments,
-    HyperparameterArguments,
     LocalTrainingArguments,
     ProgressTrackerArguments,
     TrainerArguments,
@@ -383,25 +382,35 @@ def local_peer(
         yield peer
 
 
-@contextlib.contextmanager
-def local_optimizer(model, peer, batch_size_per_step: int, **collaboration) -> Iterator:
-    """Build a trainer's optimizer without delays: the global step is complete when `step` returns.
+def build_trainers_optimizer(model, peer, batch_size_per_step: int, run_id: str = "run", tracker=None, **flags):
+    """Build a trainer's optimizer.
 
-    :param collaboration: fields of CollaborationArguments and HyperparameterArguments
+    :param tracker, flags: values of its flags, those of the progress tracker apart
     """
     from cotrain.training.builders import build_optimizer
 
-    hyperparameters = {"learning_rate": 0.01, "warmup_steps": 0, "total_steps": 1000, "max_grad_norm": 0.0}
-    known = HyperparameterArguments.__dataclass_fields__
-    overrides = {name: collaboration.pop(name) for name in list(collaboration) if name in known}
-    options = {"delay_grad_averaging": False, "delay_optimizer_step": False, "matchmaking_time": 3.1}
-    collaboration_args = CollaborationArguments(**{**options, "averaging_timeout": 15.0, **collaboration})
-    training_args = LocalTrainingArguments(output_dir=tempfile.gettempdir(), **{**hyperparameters, **overrides})
-    tracker_args = ProgressTrackerArguments(min_refresh_period=0.1, max_refresh_period=0.5, default_refresh_period=0.2)
-    args = TrainerArguments(training_args, None, collaboration_args, tracker_args)
+    known = LocalTrainingArguments.__dataclass_fields__
+    training = {name: flags.pop(name) for name in list(flags) if name in known}
+    args = TrainerArguments(
+        LocalTrainingArguments(**{"output_dir": tempfile.gettempdir(), **training}),
+        None,
+        CollaborationArguments(run_id=run_id, **flags),
+        ProgressTrackerArguments(**tracker or {}),
+    )
     peer = copy.copy(peer)
-    peer.run_id = collaboration_args.run_id  # swarms with other run IDs share a peer
-    optimizer = build_optimizer(model, peer, batch_size_per_step, args)
+    peer.run_id = run_id  # swarms with other run IDs share a peer
+    return build_optimizer(model, peer, batch_size_per_step, args)
+
+
+@contextlib.contextmanager
+def local_optimizer(model, peer, batch_size_per_step: int, **flags) -> Iterator:
+    """Open a trainer's optimizer without delays: the global step is complete when `step` returns."""
+    options = {
+        "learning_rate": 0.01, "warmup_steps": 0, "total_steps": 1000, "max_grad_norm": 0.0, "matchmaking_time": 3.1,
+        "averaging_timeout": 15.0, "delay_grad_averaging": False, "delay_optimizer_step": False,
+        "tracker": {"min_refresh_period": 0.1, "max_refresh_period": 0.5, "default_refresh_period": 0.2},
+    }  # fmt: skip
+    optimizer = build_trainers_optimizer(model, peer, batch_size_per_step, **{**options, **flags})
     try:
         yield optimizer
     finally:

@@ -5,7 +5,6 @@ Peers train on a quadratic loss with noise, so that different histories have dif
 
 import logging
 import math
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -14,18 +13,12 @@ from types import SimpleNamespace
 
 import torch
 
-from cotrain.arguments import (
-    CollaborationArguments,
-    LocalTrainingArguments,
-    ProgressTrackerArguments,
-    TrainerArguments,
-)
 from cotrain.monitoring.monitor import CheckpointKeeper
 from cotrain.task import Task
-from cotrain.training.builders import build_optimizer
 from peerstep.coordinator import Outcome
 from peerstep.history import Marks
 from run_training_monitor import TrainingMonitorArguments
+from tests.support.peers import build_trainers_optimizer
 from tests.support.simulated_network import Network, Node
 from tests.support.simulated_time import owner
 from tests.support.state import arguments, build_averager, snapshot
@@ -66,14 +59,8 @@ class Peer(Node):
         self.model = torch.nn.Module()
         self.model.weight = torch.nn.Parameter(parameters.clone())
         flags = {**SETTINGS, "client_mode": self.client_mode, "bandwidth": self.uplink * 8e-6, **flags}
-        known = LocalTrainingArguments.__dataclass_fields__
-        options = {name: flags.pop(name) for name in list(flags) if name in known}
-        training_args = LocalTrainingArguments(**options, output_dir=tempfile.gettempdir())
-        args = TrainerArguments(
-            training_args, None, CollaborationArguments(run_id="run", **flags), ProgressTrackerArguments()
-        )
-        peer = SimpleNamespace(dht=self, public_key=self.subkey, run_id="run")
-        self.optimizer = build_optimizer(self.model, peer, BATCH, args)
+        peer = SimpleNamespace(dht=self, public_key=self.subkey)
+        self.optimizer = build_trainers_optimizer(self.model, peer, BATCH, **flags)
         self.optimizer.grad_averager.allreduce_kwargs["part_size_bytes"] = PART_BYTES
         self.optimizer.on_round = self.rounds.append
         self.optimizer.state_averager.restore = self._restore
