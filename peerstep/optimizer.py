@@ -134,7 +134,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         self._retry_at = self._warn_at = 0.0  # `time.monotonic`
         self.last_step: int | None = None  # no step beyond this one is taken
         self.on_round: Callable[[dict], None] | None = None  # takes what came of each round, as JSON
-        self.pace = Pace()
+        self.pace = Pace()  # how the newest rounds went, too
         self._failed_loads = 0
         self._has_update = False  # whether the offloaded parameters are newer than the model's
         self._is_broken = False  # whether the offloaded parameters are not finite
@@ -183,22 +183,13 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         if local_updates is None:
             self.accumulator = GradientAccumulator(*tensors, max_norm=max_grad_norm)
         else:
+            bound, project = local_updates.max_norm, getattr(compression, "project", None)
             self.accumulator = LocalTraining(
-                groups,
-                optimizer,
-                scheduler,
-                max_grad_norm,
-                *tensors,
-                max_norm=local_updates.max_norm,
-                project=getattr(compression, "project", None),
+                groups, optimizer, scheduler, max_grad_norm, *tensors, max_norm=bound, project=project
             )
+        schema = self.grad_averager.schema_id
         self.tracker = ProgressTracker(
-            dht,
-            swarm.run_id,
-            target_batch_size,
-            tracker_options,
-            public_key=swarm.public_key,
-            schema=self.grad_averager.schema_id,
+            dht, swarm.run_id, target_batch_size, tracker_options, public_key=swarm.public_key, schema=schema
         )
         self.coordinator = RoundCoordinator(
             self.tracker, self.grad_averager, matchmaking_time, averaging_timeout, batch_size_lead
@@ -210,16 +201,6 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         """Groups of the model's parameters, with local updates those of the inner optimizer."""
         inner = self.accumulator.inner
         return list(super().param_groups) if inner is None else inner.param_groups
-
-    @property
-    def recent_rounds(self) -> list[bool]:
-        """Whether the newest rounds with other trainers averaged everything with every trainer of their step."""
-        return [is_complete for *_, is_complete in list(self.pace.rounds)]
-
-    @property
-    def averaging_share(self) -> float | None:
-        """Fraction of the time for which rounds ran lately; None before the third round."""
-        return self.pace.averaging_share
 
     def _offloaded_parameters(self) -> list[torch.Tensor]:
         return self.state_averager.layout.parameters

@@ -16,7 +16,7 @@ class Pace:
     """Measures the local steps of the main thread, and the rounds with other trainers, of the step thread."""
 
     def __init__(self):
-        # Of each round: its end (`time.monotonic`), its seconds, and whether it was complete, see `recent_rounds`
+        # Of each round: its end (`time.monotonic`), its seconds, and whether it was complete
         self.rounds: deque[tuple[float, float, bool]] = deque(maxlen=MAX_ROUNDS)
         # Seconds of the newest local step, and `time.monotonic` at which the main thread began the present one
         self.local_seconds, self.local_since = math.inf, -math.inf
@@ -29,6 +29,11 @@ class Pace:
 
     def _times(self) -> list[tuple[float, float, bool]]:
         return list(self.rounds)[-NUM_TIMED:]  # the step thread adds to it
+
+    @property
+    def recent_rounds(self) -> list[bool]:
+        """Whether the newest rounds with other trainers averaged everything with every trainer of their step."""
+        return [is_complete for *_, is_complete in list(self.rounds)]
 
     @property
     def step_seconds(self) -> float:

@@ -219,7 +219,7 @@ class TrainingSession:
 
         :param leaving: whether this peer waits for a monitor to save the last step
         """
-        rounds = list(self.optimizer.recent_rounds)
+        rounds = self.optimizer.pace.recent_rounds
         computed, applied = self.status.recent_samples()
         record = TrainerRecord(
             username=self.name,
@@ -229,7 +229,7 @@ class TrainingSession:
             complete=sum(rounds),
             computed=computed,
             applied=applied,
-            averaging=self.optimizer.averaging_share,
+            averaging=self.optimizer.pace.averaging_share,
         )
         self.relay.publish()
         return self._store("trainers", record.dict())

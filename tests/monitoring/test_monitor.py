@@ -70,7 +70,7 @@ def test_share_of_complete_rounds_is_over_the_rounds_of_all_trainers(tmp_path, s
     """Records come from the trainers' own code. Who has had no round yet does not count."""
     for key, rounds in ((b"a", [True, True, False]), (b"b", [True]), (b"c", [])):
         session = make_trainer(key)
-        session.optimizer.recent_rounds = rounds
+        session.optimizer.pace.recent_rounds = rounds
         session.report(StepRecord(10, Outcome.AVERAGED, 8))
         session.status.close()
     reporter = Mock()
@@ -84,7 +84,7 @@ def test_organiser_is_told_what_helps_when_rounds_take_the_time(tmp_path, stored
     for step, share in ((1, 0.5), (2, 0.97), (3, 0.99)):
         for key, of_trainer in ((b"a", share), (b"b", 1.0), (b"c", 0.1)):
             session = make_trainer(key)
-            session.optimizer.averaging_share = of_trainer
+            session.optimizer.pace.averaging_share = of_trainer
             session.report(StepRecord(step, Outcome.AVERAGED, 8))
             session.status.close()
         monitor.refresh()

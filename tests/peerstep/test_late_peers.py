@@ -28,7 +28,7 @@ def test_peer_that_misses_a_round_gives_its_samples_to_the_next(build_swarm):
         replay.step(swarm.wait_for(1, others))
     late.wait_for(1)
     assert late.entry["outcome"] == "missed" and late.entry["distance"] == 1
-    assert [list(trainer.optimizer.recent_rounds) for trainer in (late, *others)] == [[False]] * 3
+    assert [list(trainer.optimizer.pace.recent_rounds) for trainer in (late, *others)] == [[False]] * 3
     assert late.optimizer.accumulator.num_samples == late.tracker.local_progress.samples_accumulated == num_late
     assert not late.optimizer.state_averager.allow_state_sharing, "it offers a state that lacks an update"
     swarm.meet()

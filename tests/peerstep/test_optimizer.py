@@ -281,7 +281,7 @@ def test_averaging_share_is_the_time_in_rounds(monkeypatch):
     monkeypatch.setattr("peerstep.optimizer.time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
     optimizer.coordinator.during = lambda: now.append(now.pop() + 2.0)
     for number, expected in enumerate((None, None, None, 0.25, 0.25)):
-        assert optimizer.averaging_share == expected, f"after {number} rounds"
+        assert optimizer.pace.averaging_share == expected, f"after {number} rounds"
         take(optimizer)
         now[0] += 6.0
 
@@ -293,7 +293,7 @@ def test_distance_grows_by_what_is_missed_and_shrinks_by_the_parameters_received
     for received, distance in ((0.9, left), (1.0, left), (1.0, 0.0)):  # steps 2, 3 and 4
         take(optimizer, received=received, parameters=2.9)
         assert optimizer.distance == pytest.approx(distance)
-        assert optimizer.recent_rounds[-1] == (received == 1)
+        assert optimizer.pace.recent_rounds[-1] == (received == 1)
         assert value_of(optimizer._offloaded_parameters()) == pytest.approx(2.9, abs=0.02)
         assert optimizer.coordinator.is_settling == (optimizer.local_epoch < 4), "its statistics lack a gradient"
     assert [step for step, _ in optimizer.state_averager.marks] == [4], "the round of step 2 was not complete"

@@ -43,7 +43,7 @@ def test_unequal_peers_take_the_steps_of_one_process(build_swarm, are_delayed, m
         expected = replay.step(swarm.global_step(*sizes))
         for trainer in swarm.trainers:
             assert trainer.entry["outcome"] == "averaged" and trainer.entry["received"] == 1.0
-            assert all(trainer.optimizer.recent_rounds) and trainer.optimizer.recent_rounds
+            assert all(trainer.optimizer.pace.recent_rounds) and trainer.optimizer.pace.recent_rounds
             assert set(trainer.entry["group"]) == {t.name for t in swarm.trainers}
             assert (trainer.parameters - expected).abs().max() < 1e-6
         assert (expected - replay.parameters(-2)).abs().max() > 1e-3

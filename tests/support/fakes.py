@@ -173,8 +173,8 @@ def make_session(folder: Path, offered: int | None) -> TrainingSession:
     optimizer = SimpleNamespace(
         local_epoch=9, state_averager=state_averager, frozen_state=contextlib.nullcontext,
         saved_state=contextlib.nullcontext, restore=state_averager.restore, discard_local_updates=lambda: False,
-        target_batch_size=8, pop_records=list, num_computed=0, tracker=FakeTracker(epoch=9), recent_rounds=[],
-        averaging_share=None, dht=None,
+        target_batch_size=8, pop_records=list, num_computed=0, tracker=FakeTracker(epoch=9), dht=None,
+        pace=SimpleNamespace(recent_rounds=[], averaging_share=None),
     )  # fmt: skip
     return TrainingSession(
         FAKE_PEER, optimizer, FakeTask(), model, make_arguments(folder, run_id="run"), lambda: False
