@@ -70,17 +70,16 @@ class Rounds:
         if self.outcome != Outcome.AVERAGED:
             return RoundResult(self.outcome, may_be_used=self.may_be_used)
         averager = self.averager
-        for average in averager.gradients:
-            average.fill_(self.gradients)
-        for average, own in zip(averager.averaged_parameters, averager.parameters, strict=True):
-            average.copy_(own if self.parameters is None else torch.full_like(own, self.parameters))
+        gradients = [torch.full_like(own, self.gradients) for own in averager.gradients]
+        own = averager.parameters
+        averaged = own if self.parameters is None else [torch.full_like(one, self.parameters) for one in own]
         members = [averager.dht.peer_id, self.other or averager.dht.peer_id]
         parameters = self.received if self.is_given or averager.includes_parameters(step) else None
         distance = self.optimizer.distance
         return RoundResult(
             self.outcome, members, self.received, {}, weight, received_parameters=parameters, distance=distance,
-            group_id=bytes([step] * 20), was_late=self.was_late, is_far=self.is_far, gradients=averager.gradients,
-            parameters=None if parameters is None else averager.averaged_parameters,
+            group_id=bytes([step] * 20), was_late=self.was_late, is_far=self.is_far, gradients=gradients,
+            parameters=None if parameters is None else averaged,
         )  # fmt: skip
 
     def call_off(self) -> None:
