@@ -147,9 +147,9 @@ class TrainingSession:
         tracker = self.optimizer.tracker
         if tracker.num_misfits and not tracker.other_trainers:
             raise UserError(
-                f"the {tracker.num_misfits} trainers of this run have another model, other initial weights, other "
-                "flags or another version (see the warning above), and would not average with this one: take theirs, "
-                "or pass another --run_id for a run of your own"
+                f"the {tracker.num_misfits} trainers of this run have another model, other initial weights, another "
+                "base model, other flags or another version (see the warning above), and would not average with this "
+                "one: take theirs, or pass another --run_id for a run of your own"
             )
 
     def after_local_step(self) -> bool:

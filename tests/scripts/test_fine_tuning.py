@@ -9,7 +9,7 @@ from cotrain.training.checkpoints import list_checkpoints
 from tests.support.peers import Scripts, prepare_data, read_jsonl
 from tests.training.test_adapters import VOCAB_SIZE, make_base, tokens
 
-STEPS = 8
+STEPS = 12
 SETTINGS = ("--lora_rank", 4, "--optimizer", "adamw", "--adam_epsilon", 1e-8, "--learning_rate", 0.01,
             "--warmup_steps", 0, "--target_batch_size", 64, "--metadata_expiration", 10)  # fmt: skip
 
@@ -25,6 +25,12 @@ def test_unequal_peers_fine_tune_one_base(tmp_path, launcher):
         monitor = scripts.monitor(*settings, "--save_checkpoint_step_interval", 1)
         joins = ("--initial_peers", monitor.address, "--learning_rate", 0.01, "--warmup_steps", 0)
         common = (*joins, "--model_name_or_path", base, "--matchmaking_time", 4, "--max_global_steps", STEPS)
+        evaluator = scripts.start(
+            "run_evaluator.py", *joins[:2], "--model_name_or_path", base, "--tokenizer_path",
+            tmp_path / "data/tokenizer", "--dataset_path", tmp_path / "data/dataset", "--output_dir",
+            tmp_path / "evaluator", "--evaluation_steps", 1, "--refresh_period", 0.5, "--max_global_steps", STEPS,
+            "--max_eval_samples", 8, log="evaluator",
+        )  # fmt: skip
         one = scripts.trainer("one", *common, pace=0.4)
         monitor.wait_for(r"Step #1\t")
         stranger = scripts.trainer("stranger", *joins, "--model_name_or_path", other)
@@ -35,12 +41,6 @@ def test_unequal_peers_fine_tune_one_base(tmp_path, launcher):
         assert re.search(r"error: the 1 trainers? of this run have another model", stranger.output), stranger.output
         two = scripts.trainer("two", *common, name_of_script="run_custom_trainer.py", pace=0.8)
         two.wait_for(r"Joined the collaboration at step #\d+")
-        evaluator = scripts.start(
-            "run_evaluator.py", *joins[:2], "--model_name_or_path", base, "--tokenizer_path",
-            tmp_path / "data/tokenizer", "--dataset_path", tmp_path / "data/dataset", "--output_dir",
-            tmp_path / "evaluator", "--evaluation_steps", 1, "--refresh_period", 0.5, "--max_global_steps", STEPS,
-            "--max_eval_samples", 8, log="evaluator",
-        )  # fmt: skip
         assert one.wait() == two.wait() == evaluator.wait() == 0, one.output + two.output + evaluator.output
         assert monitor.stop() == 0
         assert "Traceback" not in "".join(script.output for script in (monitor, one, two, stranger, evaluator))
