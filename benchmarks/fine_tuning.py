@@ -1,0 +1,150 @@
+#!/usr/bin/env python3
+"""Compare what unequal peers learn with adapters and what one process learns from as many samples.
+
+benchmarks/fine_tuning.py --train_file TEXT    a base of 1 million parameters is trained on the first half of the text
+
+Real trainers on this machine fine-tune it on the second half. The first one is the fastest. The second one comes late;
+with two trainers it is also killed, and started again. Of four trainers the third is killed. One process takes the same
+number of steps with AdamW in plain PyTorch, of as many samples in another order. The loss is that of validation samples
+at the end, with 95 % intervals over paired seeds."""
+
+import argparse
+import math
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+from scipy.stats import t as student
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from cotrain.data.archive import file_sha256
+from cotrain.data.loading import load_datasets
+from cotrain.training.checkpoints import list_checkpoints
+from tests.support.peers import LOCAL, Script, Scripts, read_jsonl
+
+LENGTH, BATCH, TARGET, RANK, RATE = 128, 8, 64, 8, 3e-3
+PACES = 0.4, 0.9, 0.7, 1.6  # seconds of a micro-batch, of the trainers in the order of their start
+
+
+def read_samples(folder: Path, split: str) -> torch.Tensor:
+    """Return the full samples of a split: LongTensor [samples, LENGTH]."""
+    samples = load_datasets(folder / "dataset", [split])[split]["input_ids"]
+    return torch.tensor([sample for sample in samples if len(sample) == LENGTH])
+
+
+def train(model: torch.nn.Module, samples: torch.Tensor, steps: int, size: int, rate: float, seed: int) -> None:
+    """Train with AdamW, and the gradient clipped to 1 as by default."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer, generator = torch.optim.AdamW(parameters, rate), torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        for part in samples[torch.randint(len(samples), (size,), generator=generator)].split(16):
+            (model(input_ids=part, labels=part).loss * len(part) / size).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@torch.inference_mode()
+def evaluate(model: torch.nn.Module, samples: torch.Tensor) -> float:
+    return statistics.fmean(model(input_ids=part, labels=part).loss.item() for part in samples.split(16))
+
+
+def prepare(folder: Path, options: tuple) -> None:
+    """Prepare the `text.txt` in a folder: `data/dataset` and `data/tokenizer`."""
+    script = Script(
+        "tokenize_wikitext103.py", "--train_file", folder / "text.txt", "--objective", "clm", "--max_seq_length", LENGTH,
+        "--output_path", folder / "data/dataset", "--tokenizer_path", folder / "data/tokenizer", *options,
+        log=folder / "prepare.log",
+    )  # fmt: skip
+    assert script.wait(600) == 0, script.output
+
+
+def make_base(folder: Path, data: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(data / "tokenizer")
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=344, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=LENGTH, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    train(model, read_samples(data, "train"), 200, 32, 2e-3, seed=0)
+    model.save_pretrained(folder)
+
+
+def train_together(folder: Path, data: Path, base: Path, peers: int, seed: int, steps: int) -> tuple[float, int]:
+    """Let real trainers fine-tune the base; return the loss and the number of samples."""
+    scripts = Scripts(folder, data)
+    try:
+        common = (
+            "--run_id", f"seed-{seed}", "--model_name_or_path", base, "--lora_rank", RANK, "--optimizer", "adamw",
+            "--adam_epsilon", 1e-8, "--learning_rate", RATE, "--warmup_steps", 0, "--target_batch_size", TARGET,
+            "--per_device_train_batch_size", BATCH, "--target_group_size", 16, "--seed", seed, "--host_maddrs", LOCAL,
+            "--total_steps", 10**6, "--max_global_steps", steps, "--leave_timeout", 0, "--matchmaking_time", 4,
+        )  # fmt: skip
+        first = scripts.trainer("0", *common, pace=PACES[0])
+        join = ("--initial_peers", first.address)
+        others = [scripts.trainer(str(n), *common, *join, pace=PACES[n]) for n in range(2, peers)]
+        first.wait_for(r"Step #2\n", timeout=300)
+        late = scripts.trainer("1", *common, *join, pace=PACES[1])
+        late.wait_for("Averaged gradients with", timeout=300)
+        (others[0] if others else late).kill()
+        if not others:
+            late = scripts.trainer("1", *common, *join, pace=PACES[1])
+        assert first.wait(timeout=1200) == 0, first.output
+        averaged = first.output.count("Averaged gradients with")
+        print(f"  {averaged} of {steps} steps were averaged", end="", flush=True)
+    finally:
+        scripts.close()
+    model = AutoPeftModelForCausalLM.from_pretrained(list_checkpoints(folder / "0")[0])
+    rounds = read_jsonl(folder / "0" / "rounds.jsonl")
+    samples = sum(sum(round_["weights"].values()) or round_["samples"] for round_ in rounds)
+    return evaluate(model, read_samples(data, "validation")), samples
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--train_file", type=Path, required=True)
+    parser.add_argument("--peers", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=20)
+    args = parser.parse_args()
+    text = args.train_file.read_text(encoding="utf-8")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        half = text.rindex("\n", 0, len(text) // 2)
+        for part, content in (("base", text[:half]), ("tuning", text[half:])):
+            (folder / part).mkdir()
+            (folder / part / "text.txt").write_text(content, encoding="utf-8")
+            options = ("--train_tokenizer", "--vocab_size", 4000)
+            prepare(folder / part, options if part == "base" else ("--tokenizer", folder / "base/data/tokenizer"))
+        base, data = folder / "model", folder / "tuning/data"
+        make_base(base, folder / "base/data")
+        digest, validation = file_sha256(base / "model.safetensors"), read_samples(data, "validation")
+        print(f"the base: {evaluate(AutoModelForCausalLM.from_pretrained(base), validation):.4f}")
+        for peers in args.peers:
+            differences = []
+            for seed in range(args.seeds):
+                (folder / f"{peers}-{seed}").mkdir()
+                loss, samples = train_together(folder / f"{peers}-{seed}", data, base, peers, seed, args.steps)
+                torch.manual_seed(seed)
+                options = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+                alone = get_peft_model(AutoModelForCausalLM.from_pretrained(base), options)
+                train(alone, read_samples(data, "train"), args.steps, round(samples / args.steps), RATE, seed)
+                expected = evaluate(alone, validation)
+                differences.append(100 * (loss / expected - 1))
+                print(f"; {peers} trainers, seed {seed}: {loss:.4f}, one process {expected:.4f}", flush=True)
+            mean, half_width = statistics.fmean(differences), math.nan
+            if len(differences) > 1:
+                error = statistics.stdev(differences) / math.sqrt(len(differences))
+                half_width = student.ppf(0.975, len(differences) - 1) * error
+            print(f"{peers} trainers: {mean:+.2f} +- {half_width:.2f} %")
+        assert file_sha256(base / "model.safetensors") == digest, "the base has changed"
+
+
+if __name__ == "__main__":
+    main()
