@@ -3,10 +3,10 @@
 
 benchmarks/fine_tuning.py --train_file TEXT    a base of 1 million parameters is trained on the first half of the text
 
-Real trainers on this machine fine-tune it on the second half. The first one is the fastest. The second one comes late;
-with two trainers it is also killed, and started again. Of four trainers the third is killed. One process takes the same
-number of steps with AdamW in plain PyTorch, of as many samples in another order. The loss is that of validation samples
-at the end, with 95 % intervals over paired seeds."""
+Real trainers on this machine fine-tune it on the second half. The first one is the fastest. The second one comes
+late; with two trainers it is also killed, and started again. Of four trainers the third is killed. One process takes
+the same number of steps with AdamW in plain PyTorch, of as many samples in another order. The loss is that of
+validation samples at the end, with 95 % intervals over paired seeds."""
 
 import argparse
 import math
@@ -57,8 +57,8 @@ def evaluate(model: torch.nn.Module, samples: torch.Tensor) -> float:
 def prepare(folder: Path, options: tuple) -> None:
     """Prepare the `text.txt` in a folder: `data/dataset` and `data/tokenizer`."""
     script = Script(
-        "tokenize_wikitext103.py", "--train_file", folder / "text.txt", "--objective", "clm", "--max_seq_length", LENGTH,
-        "--output_path", folder / "data/dataset", "--tokenizer_path", folder / "data/tokenizer", *options,
+        "tokenize_wikitext103.py", "--train_file", folder / "text.txt", "--objective", "clm", "--max_seq_length",
+        LENGTH, "--output_path", folder / "data/dataset", "--tokenizer_path", folder / "data/tokenizer", *options,
         log=folder / "prepare.log",
     )  # fmt: skip
     assert script.wait(600) == 0, script.output
