@@ -240,7 +240,7 @@ def test_activations_are_counted_without_weights(prepared, base):
 def test_a_base_in_4_bits_learns_on_a_gpu(base):
     pytest.importorskip("bitsandbytes")
     config = LlamaConfig.from_pretrained(base, architectures=["LlamaForCausalLM"])
-    args = DatasetArguments(str(base), lora_rank=4, load_in_4bit=True, dataset_path="none")
+    args = DatasetArguments(model_name_or_path=str(base), dataset_path="none", lora_rank=4, load_in_4bit=True)
     model = add_adapters(load_pretrained(config, args), args).to("cuda:0").train()
     optimizer, losses = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.01), []
     for _ in range(10):
