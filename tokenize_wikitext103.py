@@ -6,6 +6,7 @@
 ./tokenize_wikitext103.py --train_file my.txt --train_tokenizer --archive data.tar.gz
 ./tokenize_wikitext103.py --dataset_name my/texts --train_tokenizer --archive public/data.tar.gz --shard_size 256MB
 ./tokenize_wikitext103.py --objective clm --tokenizer gpt2                 # for GPT-2
+./tokenize_wikitext103.py --objective chat --tokenizer HuggingFaceTB/SmolLM2-135M-Instruct --train_file chats.jsonl
 """
 
 import contextlib
@@ -109,6 +110,9 @@ class TokenizationArguments(Flags, group="Tokenization"):
         if self.output_path is None:
             self.output_path = DATASET_FOLDERS[is_wikitext and self.objective == DEFAULT_OBJECTIVE]
         require_apart("output_path", self.output_path, "tokenizer_path", self.tokenizer_path)
+        is_lacking = self.sample or self.train_tokenizer or is_wikitext or self.tokenizer == type(self).tokenizer
+        what = "--objective chat needs --train_file or --dataset_name with conversations, and the model's --tokenizer"
+        require(self.objective != "chat" or not is_lacking, what)
         require(not (self.sample and self.train_file), "pass either --sample or --train_file, not both")
         is_file = self.train_file is None or Path(self.train_file).exists()
         is_file = is_file or any(map(os.path.isfile, glob.glob(self.train_file, recursive=True)))
@@ -188,7 +192,8 @@ def prepare(args: TokenizationArguments) -> Manifest:
         part_chars = parse_size("--shard_size", args.shard_size) / BYTES_PER_CHARACTER
     path = Path(args.tokenizer_path)
     target = new_folder(path, "--tokenizer_path", args.overwrite, ("tokenizer_config.json", "tokenizer.json"))
-    if is_kept := not args.train_tokenizer and Path(args.tokenizer).resolve() == path.resolve():
+    is_chat = args.objective == "chat"  # changes the tokenizer, see set_end_of_turn
+    if is_kept := not (args.train_tokenizer or is_chat) and Path(args.tokenizer).resolve() == path.resolve():
         target = contextlib.nullcontext(path)
     with (
         new_folder(Path(args.output_path), "--output_path", args.overwrite, ("manifest.json",)) as dataset_folder,
@@ -196,14 +201,15 @@ def prepare(args: TokenizationArguments) -> Manifest:
         target as tokenizer_folder,
         open_work(args) as work,
     ):
+        column = None if is_chat else args.text_column
         if args.sample:
             source = open_sample()
         elif args.train_file is not None:
-            source = open_files(args.train_file, work, args.text_column, args.encoding)
+            source = open_files(args.train_file, work, column, args.encoding)
         else:
             names = args.dataset_name, args.dataset_config_name, args.dataset_revision
             is_streamed = args.shard_size is not None
-            source = open_dataset(*names, args.cache_dir, args.text_column, args.encoding, is_streamed)
+            source = open_dataset(*names, args.cache_dir, column, args.encoding, is_streamed)
         if args.row_is is not None:
             source = replace(source, has_lines=args.row_is == "line")
         if (text := work / "text").exists():
@@ -238,6 +244,7 @@ def prepare(args: TokenizationArguments) -> Manifest:
 
 def build_tokenizer(args: TokenizationArguments, corpus: dict[str, Corpus], folder: Path | None) -> None:
     """Train or load the tokenizer, check its special tokens, and save it in a folder unless it is there."""
+    from cotrain.data.conversations import set_end_of_turn
     from cotrain.data.tokenizer_training import TRAINING_CHARS, train_tokenizer
     from cotrain.data.tokenizers import check_special_tokens, load_tokenizer
 
@@ -249,6 +256,8 @@ def build_tokenizer(args: TokenizationArguments, corpus: dict[str, Corpus], fold
     else:
         remedy = "pass another tokenizer, go online, or pass --train_tokenizer to train one"
         tokenizer = load_tokenizer(args.tokenizer, "--tokenizer", remedy, use_hub=True, cache_dir=args.cache_dir)
+    if args.objective == "chat":
+        set_end_of_turn(tokenizer)
     check_special_tokens(tokenizer, args.objective)
     if folder is not None:
         tokenizer.init_kwargs["objective"] = args.objective  # for monitors, which have no data; see set_objective

@@ -34,6 +34,10 @@ LAYOUTS = {
 }
 
 
+class Conversation(str):
+    """A row that is a document as it is: JSON in one line, see cotrain/data/conversations.py."""
+
+
 @dataclass(frozen=True)
 class Source:
     """Text source that is not read yet.
@@ -188,7 +192,7 @@ def _cut_row(row: str) -> Iterator[str]:
     Lines are cut at spaces if possible. White space at the start of a line is the indentation of code.
     """
     for line in row.split("\n"):
-        while len(line) > MAX_LINE_CHARS:
+        while len(line) > MAX_LINE_CHARS and not isinstance(row, Conversation):
             cut = line.rfind(" ", 1, MAX_LINE_CHARS) + 1 or MAX_LINE_CHARS
             yield line[:cut].rstrip()
             line = line[cut:]

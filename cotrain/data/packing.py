@@ -50,7 +50,8 @@ class PackingStats:
     instances: int = 0  # samples
     tokens: int = 0
     unknown_tokens: int = 0
-    dropped_documents: int = 0  # documents without a sample: fewer than two tokens
+    truncated_documents: int = 0  # conversations that are longer than a sample
+    dropped_documents: int = 0  # documents without a sample: fewer than two tokens, or no answer
     dropped_tokens: int = 0
 
     def __add__(self, other: PackingStats) -> PackingStats:
@@ -174,20 +175,52 @@ def pack_contiguous(documents: Iterable[np.ndarray], max_seq_length: int, eos_id
         yield _to_sample(text[begin : begin + max_seq_length])
 
 
+def pack_conversations(
+    conversations: Iterable[tuple[np.ndarray, np.ndarray]], max_seq_length: int
+) -> Iterator[Sample]:
+    """Pack whole conversations, the longest first, each into the first sample that has room.
+
+    :param conversations: token ids and mask of the answers of each; none is longer than `max_seq_length`
+    :returns: samples; `start_mask` is 1 at the first token of each conversation
+    """
+    bins: list[list[tuple[np.ndarray, np.ndarray]]] = []
+    rooms: list[int] = []
+    for conversation in sorted(conversations, key=lambda pair: -len(pair[0])):
+        size = len(conversation[0])
+        index = next((index for index, room in enumerate(rooms) if room >= size), len(bins))
+        if index == len(bins):
+            bins.append([])
+            rooms.append(max_seq_length)
+        bins[index].append(conversation)
+        rooms[index] -= size
+    for index in np.random.default_rng(0).permutation(len(bins)):  # an evaluator may use the first samples alone
+        ids, answers = map(np.concatenate, zip(*bins[index], strict=True))
+        starts = np.concatenate([np.arange(len(part)) == 0 for part, _ in bins[index]]).astype(np.int8)
+        yield _to_sample(ids) | {"answer_mask": answers, "start_mask": starts}
+
+
 def build_samples(
-    documents: list[str], numbers: Iterable[int], split: str, encoder: TextEncoder, config: PackingConfig
+    documents: list, numbers: Iterable[int], split: str, encoder: TextEncoder, config: PackingConfig
 ) -> tuple[pa.Table, PackingStats]:
     """Tokenize a group of documents and pack them into samples, in the order of the text.
 
+    :param documents: texts; of conversations token ids and masks, see `encode_conversation`
     :param numbers: number of each document within its split
     """
     objective, tokenizer, schema = OBJECTIVES[config.objective], encoder.tokenizer, SCHEMAS[config.objective]
     capacity, cls_id, sep_id = config.max_seq_length, tokenizer.cls_token_id, tokenizer.sep_token_id
     texts = [split_sentences(x, config.language) if objective.has_sentence_order else [x] for x in documents]
-    ids = iter(encoder.encode(list(itertools.chain.from_iterable(texts))))
+    conversations = documents if objective.has_answers else []
+    ids = iter([ids for ids, _ in conversations] or encoder.encode(list(itertools.chain.from_iterable(texts))))
     encoded = [list(itertools.islice(ids, len(text))) for text in texts]
+    sizes = [sum(map(len, text)) for text in encoded]
     whole = itertools.chain.from_iterable(encoded)
-    if objective.has_sentence_order:
+    is_ended = objective.is_causal and not objective.has_answers
+    dropped = sum(size <= objective.has_sentence_order for size in sizes)  # a pair has two tokens
+    if objective.has_answers:
+        cut = [(ids[:capacity], mask[:capacity]) for ids, mask in conversations if mask[:capacity].any()]
+        samples, dropped = list(pack_conversations(cut, capacity)), len(conversations) - len(cut)
+    elif objective.has_sentence_order:
         seeds = ([config.seed, SPLITS.index(split), number] for number in numbers)
         pairs = zip(encoded, map(np.random.default_rng, seeds), strict=True)
         packed = (pack_pairs(text, capacity, cls_id, sep_id, generator) for text, generator in pairs)
@@ -196,7 +229,6 @@ def build_samples(
         samples = list(pack_contiguous(whole, capacity, tokenizer.eos_token_id))
     else:
         samples = list(pack_full_sequences(whole, capacity, cls_id, sep_id))
-    sizes = [sum(map(len, text)) for text in encoded]
     kept = sum(int(np.count_nonzero(sample["special_tokens_mask"] == 0)) for sample in samples)
     stats = PackingStats(
         documents=len(documents),
@@ -204,7 +236,8 @@ def build_samples(
         instances=len(samples),
         tokens=sum(len(sample["input_ids"]) for sample in samples),
         unknown_tokens=sum(int(np.count_nonzero(x["input_ids"] == encoder.unknown_id)) for x in samples),
-        dropped_documents=sum(size <= objective.has_sentence_order for size in sizes),  # a pair has two tokens
-        dropped_tokens=sum(size + objective.is_causal for size in sizes if size) - kept,  # with the end of each text
+        truncated_documents=sum(size > capacity for size in sizes) if objective.has_answers else 0,
+        dropped_documents=dropped,
+        dropped_tokens=sum(size + is_ended for size in sizes if size) - kept,  # with the end of each text
     )
     return pa.table({name: [sample[name] for sample in samples] for name in schema.names}, schema=schema), stats

@@ -18,6 +18,7 @@ from cotrain.common.atomic_files import temporary_folder
 from cotrain.common.errors import UserError
 from cotrain.common.json_file import JsonLinesFile, read_records
 from cotrain.data.archive import DATASET, write_archive
+from cotrain.data.conversations import encode_conversation
 from cotrain.data.corpus import Corpus, Documents
 from cotrain.data.encoding import TextEncoder
 from cotrain.data.loading import check_samples, open_samples
@@ -68,7 +69,7 @@ def save_dataset(
                 dataset[split] = Dataset(MemoryMappedTable.from_file(str(path)), fingerprint=split)
             if not stats.instances:
                 what = f"the {split} text ({stats.documents} documents)"
-                raise UserError(f"{what} is too short for one sample; pass a longer text")
+                raise UserError(f"{what} makes no sample; pass a longer text, or for chat more or earlier answers")
             splits[split] = asdict(stats)
     dataset.save_to_disk(folder)
     return splits, shards
@@ -138,7 +139,10 @@ def tokenize_group(
     split: str, tokenizer: str, config: PackingConfig, numbers: range, documents: Documents
 ) -> tuple[pa.Table, PackingStats]:
     """Tokenize and pack the documents that have these numbers within the split."""
-    return build_samples(documents.read(), numbers, split, open_encoder(tokenizer), config)
+    encoder, texts = open_encoder(tokenizer), documents.read()
+    if config.objective == "chat":
+        texts = [encode_conversation(text, encoder.tokenizer) for text in texts]
+    return build_samples(texts, numbers, split, encoder, config)
 
 
 @lru_cache(maxsize=1)
@@ -158,7 +162,7 @@ def summarize(manifest: Manifest) -> str:
         counts = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in numbers.items())
         fill = numbers["tokens"] / (manifest.max_seq_length * numbers["instances"])
         lines.append(f"{split}: {counts}; mean fill {fill:.1%}")
-        if split == "train" and fill < 0.8:
+        if split == "train" and fill < 0.8 and manifest.objective != "chat":
             remedy = "If blank lines separate paragraphs rather than documents, remove them"
             lines.append(f"Warning: most documents are short. {remedy}")
     return "\n".join(lines)

@@ -3,6 +3,7 @@
 import codecs
 import contextlib
 import glob
+import json
 import mimetypes
 import platform
 import re
@@ -18,6 +19,7 @@ import datasets
 import fsspec
 
 from cotrain.common.errors import UserError, first_line
+from cotrain.data.conversations import read_conversations
 from cotrain.data.corpus import Source
 from cotrain.models.objectives import SPLITS
 
@@ -49,7 +51,7 @@ def open_sample() -> Source:
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def open_files(pattern: str, work: Path, column: str, encoding: str | None) -> Source:
+def open_files(pattern: str, work: Path, column: str | None, encoding: str | None) -> Source:
     """Open the files that a path or a wildcard names; `column` and `encoding` as for `open_splits`."""
     paths = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
     files = [Path(path) for path in paths if not Path(path).is_dir()]
@@ -61,10 +63,10 @@ def open_files(pattern: str, work: Path, column: str, encoding: str | None) -> S
     return open_splits(Path(pattern).name, {"train": files}, column, encoding)
 
 
-def open_splits(name: str, splits: dict[str, list[Path]], column: str, encoding: str | None) -> Source:
+def open_splits(name: str, splits: dict[str, list[Path]], column: str | None, encoding: str | None) -> Source:
     """Open files, all of one kind.
 
-    :param column: of the text, if the files have columns
+    :param column: of the text, if the files have columns; None: each row is a conversation
     :param encoding: of the files; None: find it
     """
     kinds = {_BUILDERS.get(_find_suffix(path), "text") for paths in splits.values() for path in paths}
@@ -73,7 +75,7 @@ def open_splits(name: str, splits: dict[str, list[Path]], column: str, encoding:
     (kind,) = kinds
     options = kind, column, encoding
     parts = {split: [partial(_read_file, path, *options) for path in paths] for split, paths in splits.items()}
-    return Source(name, parts, has_lines=kind == "text")
+    return Source(name, parts, has_lines=kind == "text" and column is not None)
 
 
 def _find_suffix(path: Path) -> str:
@@ -81,13 +83,19 @@ def _find_suffix(path: Path) -> str:
     return (path.with_suffix("") if fsspec.utils.infer_compression(str(path)) else path).suffix.lower()
 
 
-def _read_file(path: Path, kind: str, column: str, encoding: str | None) -> Iterator[str | None]:
+def _read_file(path: Path, kind: str, column: str | None, encoding: str | None) -> Iterator[str | None]:
     """Yield the rows of a file: lines, of at most READ_CHARS characters, or what a builder of `datasets` reads."""
     with _explain(path.name):
         options = {} if kind == "parquet" else {"encoding": encoding or find_encoding(path)}
-        if kind == "text":
+        if kind == "text" or (kind == "json" and column is None):
             with fsspec.open(str(path), "rt", compression="infer", **options) as file:
-                yield from iter(partial(file.readline, READ_CHARS), "")
+                if column is not None:
+                    yield from iter(partial(file.readline, READ_CHARS), "")
+                    return
+                # `datasets` counts rows from 0 in each block, and makes the messages of a list strings.
+                is_list = file.readline().lstrip().startswith("[")
+                file.seek(0)
+                yield from read_conversations(path.name, json.load(file) if is_list else file)
             return
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the messages are in ours
         options |= {"sep": "\t"} if _find_suffix(path) == ".tsv" else {}
@@ -146,7 +154,7 @@ def open_dataset(
     config_name: str | None,
     revision: str | None,
     cache_dir: str | None,
-    column: str,
+    column: str | None,
     encoding: str | None,
     is_streamed: bool = False,
 ) -> Source:
@@ -181,9 +189,12 @@ def open_dataset(
     return open_splits(folder.name, used, column, encoding)
 
 
-def _read_column(name: str, dataset, column: str) -> Iterator[str | None]:
-    """Yield the texts of a `Dataset` or `IterableDataset`; UserError if the column has none."""
+def _read_column(name: str, dataset, column: str | None) -> Iterator[str | None]:
+    """Yield the texts, or conversations, of a `Dataset` or `IterableDataset`; UserError if the column has none."""
     with _explain(name):
+        if column is None:
+            yield from read_conversations(name, dataset)
+            return
         if column in (dataset.column_names or ()):
             dataset = dataset.select_columns(column)
         for batch in dataset.iter(batch_size=1000):

@@ -19,6 +19,7 @@ class Objective:
         such a table in transformers.models.auto.modeling_auto, whose import takes seconds
     :param is_causal: whether the model predicts each next token, instead of masked tokens
     :param has_sentence_order: whether the model also predicts if two segments are swapped
+    :param has_answers: whether the text is conversations, of which the model learns the answers
     """
 
     description: str
@@ -26,6 +27,7 @@ class Objective:
     model_classes: str | dict[str, str]
     is_causal: bool = False
     has_sentence_order: bool = False
+    has_answers: bool = False
 
 
 OBJECTIVES = {  # the first that trains a model type is its default
@@ -45,6 +47,13 @@ OBJECTIVES = {  # the first that trains a model type is its default
         columns=("input_ids", "attention_mask"),
         model_classes="MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
         is_causal=True,
+    ),
+    "chat": Objective(
+        description="answers in conversations",
+        columns=("input_ids", "answer_mask", "start_mask"),
+        model_classes="MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+        is_causal=True,
+        has_answers=True,
     ),
 }
 DEFAULT_OBJECTIVE = "mlm_sop"

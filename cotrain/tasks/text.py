@@ -6,8 +6,10 @@ from pathlib import Path
 
 import torch
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 from transformers import DataCollatorForLanguageModeling, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import ModelOutput
 
 from cotrain.arguments import ModelArguments
 from cotrain.common.errors import UserError
@@ -15,7 +17,14 @@ from cotrain.data.download import fetch_data
 from cotrain.data.loading import load_datasets, load_manifest
 from cotrain.data.shards import ShardedSamples
 from cotrain.data.tokenizers import load_tokenizer
-from cotrain.models.model import build_without_weights, get_objective, initialize_model, load_config, max_tokens
+from cotrain.models.model import (
+    build_without_weights,
+    get_objective,
+    initialize_model,
+    keeps_apart,
+    load_config,
+    max_tokens,
+)
 from cotrain.models.objectives import OBJECTIVES
 from cotrain.task import Metric, Task
 
@@ -41,7 +50,8 @@ class TextTask(Task):
         has_weights: bool = False,
     ):  # fmt: skip
         self.args, self.tokenizer, self.config = args, tokenizer, config
-        self.has_weights, self.objective = has_weights, OBJECTIVES[get_objective(config)]
+        self.has_weights, self.objective = has_weights, OBJECTIVES[get_objective(config, tokenizer)]
+        self.is_packed = False  # whether a row of a batch has several conversations
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token  # any token works: padding is neither attended to nor predicted
 
@@ -49,16 +59,19 @@ class TextTask(Task):
         from cotrain.models.pretrained import load_pretrained  # of both imports, peft takes seconds
 
         if self.args.lora_rank is None:
-            return load_pretrained(self.config, self.args) if self.has_weights else initialize_model(self.config)
-        from cotrain.models.adapters import add_adapters
+            model = load_pretrained(self.config, self.args) if self.has_weights else initialize_model(self.config)
+        else:
+            from cotrain.models.adapters import add_adapters
 
-        build = partial(load_pretrained, args=self.args) if self.has_weights else build_without_weights
-        return add_adapters(build(self.config), self.args)
+            build = partial(load_pretrained, args=self.args) if self.has_weights else build_without_weights
+            model = add_adapters(build(self.config), self.args)
+        self.is_packed = self.objective.has_answers and keeps_apart(model)
+        return model
 
     def load_samples(self, split: str) -> Dataset:
         if self.args.dataset_path is None:
             raise UserError("--dataset_path is missing: this peer has no data, such as a monitor")
-        objective, longest = get_objective(self.config), max_tokens(self.config)
+        objective, longest = get_objective(self.config, self.tokenizer), max_tokens(self.config)
         manifest = load_manifest(self.args.dataset_path, self.tokenizer, objective, longest)
         if (length := self.args.seq_length) not in (None, manifest.max_seq_length):
             raise UserError(
@@ -76,6 +89,8 @@ class TextTask(Task):
         predicted); for sentence order also `token_type_ids`, and `sentence_order_label` of shape [samples]. Of the
         tokens to predict, 80 % are replaced by [MASK] and 10 % by a random token; special tokens are never selected.
         """
+        if self.objective.has_answers:
+            return self._collate_conversations(samples)
         is_masked, probability = not self.objective.is_causal, self.args.mlm_probability
         pad = partial(DataCollatorForLanguageModeling, pad_to_multiple_of=8)  # tensor cores are fastest then
         batch = dict(pad(self.tokenizer, mlm=is_masked, mlm_probability=probability)(samples))
@@ -85,11 +100,38 @@ class TextTask(Task):
             batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
         return batch
 
+    def _collate_conversations(self, samples: list[dict]) -> Batch:
+        """Pad samples. Only answers have labels, and `position_ids` start again at each conversation.
+
+        transformers keeps them apart by these, unless there is an `attention_mask` or a cache. For a model that does
+        not support this, each conversation is a row.
+        """
+        rows = [torch.tensor([sample[name] for name in self.objective.columns]).T for sample in samples]
+        if not self.is_packed:
+            rows = [part for row in rows for part in row.tensor_split(row[:, 2].nonzero().flatten()[1:])]
+        ids, answers, starts = pad_sequence(rows, batch_first=True, padding_value=-1).unbind(dim=-1)
+        batch = {"input_ids": ids.clamp(min=0), "labels": ids.masked_fill(answers != 1, -100)}
+        if self.is_packed:  # each token of the padding is a conversation of its own
+            positions = torch.arange(ids.shape[1])
+            batch["position_ids"] = positions - (positions * (starts != 0)).cummax(dim=1).values
+        return batch
+
+    def _run(self, model: PreTrainedModel, batch: Batch) -> ModelOutput:
+        if not self.is_packed:
+            return model(**batch)
+        if "flash" in str(model.config._attn_implementation):  # noqa: SLF001  it keeps them apart in one row only
+            batch = {name: tensor.reshape(1, -1) for name, tensor in batch.items()}
+        return model(**batch, use_cache=False)
+
+    def compute_loss(self, model: PreTrainedModel, batch: Batch) -> torch.Tensor:
+        return self._run(model, batch).loss
+
     def evaluate(self, model: PreTrainedModel, batch: Batch) -> dict[str, Metric]:
-        outputs, labels = model(**batch), batch["labels"]
+        outputs, labels = self._run(model, batch), batch["labels"]
         if self.objective.is_causal:
-            loss, _ = measure(outputs.logits[:, :-1], labels[:, 1:])  # each token predicts the next
-            return {"loss": loss}
+            logits, labels = outputs.logits[:, :-1], labels[:, 1:]  # each token predicts the next
+            metrics = {"loss": measure(logits, labels)[0]}
+            return metrics | ({"exact_match": match_answers(logits, labels)} if self.objective.has_answers else {})
         if not self.objective.has_sentence_order:
             loss, accuracy = measure(outputs.logits, labels)
             return {"loss": loss, "mlm_accuracy": accuracy}
@@ -117,3 +159,16 @@ def measure(logits: torch.Tensor, labels: torch.Tensor) -> tuple[Metric, Metric]
     logits, labels = logits[labels != -100].float(), labels[labels != -100]
     count, correct = len(labels), int((logits.argmax(dim=-1) == labels).sum())
     return (cross_entropy(logits, labels, reduction="sum") / max(1, count), count), (correct / max(1, count), count)
+
+
+def match_answers(logits: torch.Tensor, labels: torch.Tensor) -> Metric:
+    """Return the share of answers that greedy decoding generates, token by token, and their number.
+
+    It does so if each token of an answer is the most likely one after those before it, by induction: one forward pass
+    tells. An answer is a run of labels [rows, tokens] other than -100.
+    """
+    is_learnt = labels != -100
+    begins = is_learnt & ~torch.nn.functional.pad(is_learnt, (1, 0))[:, :-1]
+    numbers, is_wrong = begins.flatten().cumsum(0), is_learnt & (logits.argmax(dim=-1) != labels)
+    count = int(begins.sum())
+    return 1 - len(numbers[is_wrong.flatten()].unique()) / max(1, count), count

@@ -50,7 +50,7 @@ def decode(folder: Path) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", [name for name, x in OBJECTIVES.items() if not x.has_answers])
 @pytest.mark.parametrize(
     "language", [pytest.param(name, marks=[] if name in ("bn", "ko") else pytest.mark.long) for name in LANGUAGES]
 )

@@ -152,7 +152,7 @@ def test_a_warning_that_matters_is_shown_alone(tokenizer, messages):
 
 def test_vocabulary_of_a_part(tokenizer):
     """Gemma 3 has it in text_config."""
-    assert find_model_classes("gemma3") == {"clm": "Gemma3ForConditionalGeneration"}
+    assert find_model_classes("gemma3") == dict.fromkeys(["clm", "chat"], "Gemma3ForConditionalGeneration")
     text = {**SIZES, "num_key_value_heads": 1, "head_dim": 16}
     vision = {**SIZES, "image_size": 28, "patch_size": 14}
     fields = {"model_type": "gemma3", "text_config": text, "vision_config": vision, "mm_tokens_per_image": 4}

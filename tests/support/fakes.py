@@ -88,7 +88,7 @@ class FakeTracker:
 
 def make_text_task(config: PretrainedConfig, tokenizer: object | None = None) -> TextTask:
     """Make the task of a model, without data."""
-    tokenizer = SimpleNamespace(pad_token="[PAD]") if tokenizer is None else tokenizer
+    tokenizer = SimpleNamespace(pad_token="[PAD]", init_kwargs={}) if tokenizer is None else tokenizer
     return TextTask(ModelArguments(), tokenizer, config)
 
 

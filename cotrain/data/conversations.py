@@ -1,0 +1,107 @@
+"""Conversations: rows with messages, and their token ids by the chat template of a tokenizer."""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from cotrain.common.errors import UserError, first_line
+from cotrain.data.corpus import Conversation
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # a template that marks what the model writes
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
+_ROW = "`messages`, a list of {role, content} with texts, or `prompt` and `completion`: correct or remove the row"
+
+
+def read_conversations(name: str, rows: Iterable[str | dict]) -> Iterator[Conversation]:
+    """Yield each row, an object or its JSON, as JSON of its place, messages, length of the prompt in them, and tools.
+
+    :raises UserError: if a row is no conversation
+    """
+    for number, row in enumerate(rows, 1):
+        if isinstance(row, str) and not row.strip():  # a blank line
+            continue
+        try:
+            row, num_given = json.loads(row) if isinstance(row, str) else row, 0
+            if (messages := row.get("messages")) is None:
+                parts = [("user", row.get("prompt")), ("assistant", row.get("completion"))]
+                parts = [x if isinstance(x, list) else [{"role": role, "content": x}] for role, x in parts]
+                messages, num_given = [*parts[0], *parts[1]], len(parts[0])
+            texts = [x["role"] + ("" if x.get("tool_calls") else x["content"]) for x in messages]
+            content = [f"'{name}', row {number}", messages, num_given, row.get("tools")]
+            document = json.dumps(content, ensure_ascii=False)
+            if not texts or _SURROGATE.search(document):
+                raise ValueError("half of a surrogate pair" if texts else "no messages")
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            what = f"'{name}', row {number}: no conversation ({type(error).__name__}: {first_line(error)})"
+            raise UserError(f"{what}; a row has {_ROW}") from None
+        yield Conversation(document)
+
+
+def set_end_of_turn(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Make the token that ends an answer in the chat template the end-of-text token: generation stops there.
+
+    :raises UserError: if there is no template, or no such token
+    """
+    messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "ANSWER"}]
+    try:
+        tokenizer.chat_template = tokenizer.get_chat_template()  # of several the default
+        after = tokenizer.apply_chat_template(messages, tokenize=False).rpartition("ANSWER")[2].lstrip()
+        ends = [token for token in tokenizer.get_added_vocab() if after.startswith(token)]
+        tokenizer.eos_token = max(ends, key=len)
+    except Exception as error:
+        fault = f"no chat template that ends an answer with a special token ({first_line(error):.114})"
+        raise UserError(f"--tokenizer has {fault}: pass that of a model for conversations, an instruct one") from None
+
+
+def encode_conversation(document: str, tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, np.ndarray]:
+    """Return the token ids of a document of `read_conversations`, and a mask: 1 in the answers after its prompt.
+
+    The end-of-text token after an answer belongs to it, and nothing after that.
+
+    :raises UserError: if the template does not take the messages, or does not show which tokens are answers
+    """
+    place, messages, num_given, tools = json.loads(document)
+    encode = partial(tokenizer.apply_chat_template, tools=tools, return_dict=True)
+    try:
+        find_answers = _read_marks if _GENERATION.search(tokenizer.chat_template) else _compare_prefixes
+        ids, answers = find_answers(encode, messages, num_given)
+    except Exception as error:
+        remedy = "correct or remove the row, or pass a --tokenizer with another chat template"
+        raise UserError(f"{place}: the chat template does not take it ({first_line(error):.200}); {remedy}") from None
+    mask = np.zeros(len(ids), dtype=np.int8)
+    for start, stop in answers:
+        # transformers marks only the first token of a last character, which may be four, and not what follows it.
+        ends = np.flatnonzero(ids[start : stop + 4] == tokenizer.eos_token_id)
+        mask[start : start + ends[0] + 1 if len(ends) else stop] = 1
+    return ids, mask
+
+
+def _read_marks(encode: Callable, messages: list[dict], num_given: int) -> tuple[np.ndarray, list[tuple[int, int]]]:
+    """Return the token ids of messages, and where each answer begins and ends, as the template marks them."""
+    batch = encode(messages, return_assistant_tokens_mask=True)
+    edges = np.diff([0, *batch["assistant_masks"], 0])
+    num_read = len(encode(messages[:num_given])["input_ids"]) if num_given else 0
+    answers = zip(np.flatnonzero(edges == 1), np.flatnonzero(edges == -1), strict=True)
+    return np.array(batch["input_ids"], dtype=np.int32), [answer for answer in answers if answer[0] >= num_read]
+
+
+def _compare_prefixes(
+    encode: Callable, messages: list[dict], num_given: int
+) -> tuple[np.ndarray, list[tuple[int, int]]]:
+    """Do the same by comparison with shorter conversations. A special token in a message is encoded as plain text."""
+    encode = partial(encode, sanitize_control_tokens=True)
+    ids, answers = np.array(encode(messages)["input_ids"], dtype=np.int32), []
+    for number in range(max(1, num_given), len(messages)):
+        if messages[number]["role"] == "assistant":
+            prompt = encode(messages[:number], add_generation_prompt=True)["input_ids"]
+            turn = encode(messages[: number + 1])["input_ids"]
+            # The last token of the prompt may be one with the first of the answer, as newlines are. It is not learnt.
+            if not np.array_equal(prompt[:-1], ids[: len(prompt) - 1]):
+                raise ValueError(f"it changes what is before message {number + 1}, and has no {{% generation %}}")
+            # Templates may leave out the reasoning of all answers but the last: then an answer ends with its turn.
+            answers.append((len(prompt), len(turn) if np.array_equal(turn, ids[: len(turn)]) else len(ids)))
+    return ids, answers

@@ -1,0 +1,340 @@
+"""Conversations: rows, chat templates, what is learnt, samples."""
+
+import gzip
+import io
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from datasets import Dataset
+from pyarrow import parquet
+
+import tokenize_wikitext103
+from cotrain.common.errors import UserError
+from cotrain.data.conversations import encode_conversation, read_conversations, set_end_of_turn
+from cotrain.data.encoding import TextEncoder
+from cotrain.data.loading import check_dataset, check_samples, load_datasets, open_samples
+from cotrain.data.manifest import Manifest
+from cotrain.data.packing import PackingConfig, build_samples, pack_conversations
+from cotrain.data.sources import open_files
+from cotrain.data.tokenizers import load_tokenizer
+from tests.data.test_tokenize_script import arguments, contents
+from tests.support.conversations import chat, make_chat_tokenizer
+
+
+def prepare_tokenizer(style: str):
+    tokenizer = make_chat_tokenizer(style)
+    set_end_of_turn(tokenizer)
+    return tokenizer
+
+
+def learn(style: str, row: dict) -> tuple[str, list[str]]:
+    """Return the whole text of a row, and the parts of it that are learnt."""
+    tokenizer = prepare_tokenizer(style)
+    (document,) = read_conversations("f.jsonl", [row])
+    ids, mask = encode_conversation(document, tokenizer)
+    assert ids.dtype == np.int32 and mask.dtype == np.int8 and len(ids) == len(mask)
+    parts = itertools.groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1])
+    return tokenizer.decode(ids), [tokenizer.decode([x for x, _ in part]) for is_learnt, part in parts if is_learnt]
+
+
+# --- what is learnt --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("style", ["chatml", "marked"])
+def test_all_answers_are_learnt_with_the_end_of_their_turn(style):
+    """A character may be several tokens, also the last one of an answer."""
+    text, learnt = learn(style, chat("Hi", "Grüß Gott 🎉", "more?", "Two\n\nparagraphs."))
+    assert learnt == ["Grüß Gott 🎉<|im_end|>", "Two\n\nparagraphs.<|im_end|>"]
+    assert text.startswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nGrüß") and text.endswith("_end|>\n")
+
+
+@pytest.mark.parametrize("style", ["chatml", "marked"])
+def test_other_roles_are_read_only(style):
+    row = chat(
+        "Be kind.", "q", "let me look", "3", "three", roles=("system", "user", "assistant", "tool", "assistant")
+    )
+    assert learn(style, row)[1] == ["let me look<|im_end|>", "three<|im_end|>"]
+
+
+def test_earlier_answers_without_their_reasoning_are_learnt():
+    text, learnt = learn("reasoning", chat("1", "one", "2", "two"))
+    assert learnt == ["one<|im_end|>", "<think></think>two<|im_end|>"] and "assistant\none<|im_end|>" in text
+
+
+def test_template_without_a_header_of_the_answer():
+    assert learn("alternating", chat("Hi", "Ho", "a", "b"))[1] == [" Ho<|endoftext|>", " b<|endoftext|>"]
+
+
+@pytest.mark.parametrize("style", ["chatml", "marked"])
+@pytest.mark.parametrize(
+    ("row", "learnt"),
+    [
+        ({"prompt": "Say red", "completion": "red"}, ["red"]),
+        ({"prompt": chat("a", "b", "c")["messages"], "completion": [{"role": "assistant", "content": "d"}]}, ["d"]),
+        (chat("hello", "Hi", "Ho", roles=("system", "user", "assistant")), ["Ho"]),
+    ],
+)
+def test_prompt_and_completion(style, row, learnt):
+    """As TRL: of a prompt that is a conversation itself nothing is learnt."""
+    assert learn(style, row)[1] == [f"{text}<|im_end|>" for text in learnt]
+
+
+def test_an_empty_answer_ends_at_once():
+    assert learn("chatml", chat("Hi", ""))[1] == ["<|im_end|>"]
+
+
+def test_a_token_of_both_prompt_and_answer_is_not_learnt():
+    """The prompt ends in a newline, the answer begins with two: the first two are a token."""
+    assert learn("chatml", chat("Hi", "\n\nHo"))[1] == ["\nHo<|im_end|>"]
+
+
+def test_a_greeting_is_no_answer():
+    assert learn("chatml", chat("hello", "Hi", "Ho", roles=("assistant", "user", "assistant")))[1] == ["Ho<|im_end|>"]
+
+
+def test_special_tokens_in_a_message_are_text():
+    tokenizer = prepare_tokenizer("chatml")
+    (document,) = read_conversations("f", [chat("<|im_end|>", "a<|im_end|>b")])
+    ids, mask = encode_conversation(document, tokenizer)
+    assert np.count_nonzero(ids == tokenizer.eos_token_id) == 2 and tokenizer.decode(ids[mask == 1]).startswith(
+        "a<|im"
+    )
+
+
+def test_tools_reach_the_template():
+    tokenizer = prepare_tokenizer("chatml")
+    tokenizer.chat_template = "{{ tools[0].function.name }}" + tokenizer.chat_template
+    row = chat("q", "a") | {"tools": [{"type": "function", "function": {"name": "find"}}]}
+    (document,) = read_conversations("f", [row])
+    assert tokenizer.decode(encode_conversation(document, tokenizer)[0]).startswith("find<|im_start|>user")
+
+
+def test_the_end_of_a_turn_becomes_the_end_of_text():
+    """Generation stops there, and the model's configuration gets it from the tokenizer."""
+    assert make_chat_tokenizer("chatml").eos_token == "<|endoftext|>"
+    assert prepare_tokenizer("chatml").eos_token == "<|im_end|>"
+    assert prepare_tokenizer("alternating").eos_token == "<|endoftext|>"
+
+
+@pytest.mark.parametrize(("style", "reason"), [("endless", "empty"), ("none", "not set")])
+def test_tokenizer_that_is_not_for_conversations_is_refused(style, reason):
+    with pytest.raises(UserError, match=f"--tokenizer has no chat template .*{reason}.*: pass that of") as error:
+        prepare_tokenizer(style)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("style", "row", "reason"),
+    [
+        ("alternating", chat("Be kind.", "q", "a", roles=("system", "user", "assistant")), "roles must alternate"),
+        ("changing", chat("q", "a"), "it changes what is before message 2, and has no {% generation %}"),
+    ],
+)
+def test_template_that_does_not_take_a_row_names_it(style, row, reason):
+    with pytest.raises(UserError, match=r"^'f\.jsonl', row 1: the chat template does not take it ") as error:
+        learn(style, row)
+    assert reason in str(error.value) and "; correct or remove the row, or pass a --tokenizer" in str(error.value)
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+ROWS = [chat("Hi", "Grüß Gott 🎉"), {"prompt": "a\nb", "completion": "c"}, chat("x" * 30_000, "y")]
+LINES = "\n".join(json.dumps(row) for row in ROWS)
+TOOLS = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}
+
+
+def to_parquet(rows: list[dict]) -> bytes:
+    rows = [dict.fromkeys(("messages", "prompt", "completion")) | row for row in rows]
+    parquet.write_table(pa.Table.from_pylist(rows), buffer := io.BytesIO())
+    return buffer.getvalue()
+
+
+def read(path: Path) -> list[tuple[str, list[dict]]]:
+    """Return the place and the messages of each row."""
+    (part,) = open_files(str(path), path.parent, None, None).parts["train"]
+    return [tuple(json.loads(document)[:2]) for document in part()]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("t.jsonl", LINES.encode()),
+        ("t.jsonl", b"\xef\xbb\xbf" + LINES.encode() + b"\n"),
+        ("t.json", LINES.encode()),
+        ("t.json", json.dumps(ROWS, indent=1, ensure_ascii=False).encode()),
+        ("t.json", json.dumps(ROWS).encode()),
+        ("t.jsonl.gz", gzip.compress(LINES.encode())),
+        ("t.parquet", to_parquet(ROWS)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_each_kind_of_file(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    places, messages = zip(*read(tmp_path / name), strict=True)
+    assert places == tuple(f"'{name}', row {number}" for number in (1, 2, 3))
+    assert list(messages) == [ROWS[0]["messages"], chat("a\nb", "c")["messages"], ROWS[2]["messages"]]
+
+
+def test_columns_of_a_table_are_prompt_and_completion(tmp_path):
+    (tmp_path / "t.csv").write_text("prompt,completion\nHi,Ho\n", encoding="utf-8")
+    assert read(tmp_path / "t.csv") == [("'t.csv', row 1", chat("Hi", "Ho")["messages"])]
+
+
+def test_blank_lines_are_skipped_and_counted_as_rows(tmp_path):
+    (tmp_path / "t.jsonl").write_text(f"\n\n{json.dumps(ROWS[0])}\n\n", encoding="utf-8")
+    assert [place for place, _ in read(tmp_path / "t.jsonl")] == ["'t.jsonl', row 3"]
+
+
+def test_a_call_of_a_tool_has_no_content(tmp_path):
+    row = {"messages": [{"role": "user", "content": "q"}, TOOLS]}
+    (tmp_path / "t.jsonl").write_text(json.dumps(row), encoding="utf-8")
+    assert read(tmp_path / "t.jsonl")[0][1][1] == TOOLS
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ('{"messages": [{"role": "us', "JSONDecodeError: Invalid control character"),
+        ("[1]", "'list' object has no attribute"),
+        ('"text"', "'str' object has no attribute"),
+        ('{"text": "abc"}', "TypeError"),
+        ('{"prompt": "abc"}', 'not "NoneType"'),
+        ('{"messages": []}', "no messages"),
+        ('{"messages": "abc"}', "TypeError"),
+        ('{"messages": [{"from": "human", "value": "abc"}]}', "KeyError: 'role'"),
+        ('{"messages": ["abc"]}', "TypeError"),
+        ('{"messages": [{"role": "user", "content": 3}]}', 'not "int"'),
+        ('{"messages": [{"role": "user", "content": [{"text": "a"}]}]}', 'not "list"'),
+        ('{"prompt": "a", "completion": "\\ud83d"}', "half of a surrogate pair"),
+    ],
+)
+def test_a_wrong_row_is_named(tmp_path, row, reason):
+    (tmp_path / "t.jsonl").write_text(f"{LINES}\n{row}\n{LINES}\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"^'t\.jsonl', row 4: no conversation .*; a row has `messages`") as error:
+        read(tmp_path / "t.jsonl")
+    assert reason in str(error.value) and str(error.value).endswith(": correct or remove the row")
+
+
+def test_text_is_refused(tmp_path):
+    (tmp_path / "t.txt").write_text("abc", encoding="utf-8")
+    with pytest.raises(UserError, match=r"'t\.txt', row 1: no conversation"):
+        read(tmp_path / "t.txt")
+
+
+# --- samples ---------------------------------------------------------------------------------------------------------
+
+
+def test_conversations_are_packed_whole():
+    sizes = np.random.default_rng(0).integers(2, 60, 300)
+    conversations = [(np.full(n, k, dtype=np.int32), (np.arange(n) > 0).astype(np.int8)) for k, n in enumerate(sizes)]
+    samples = list(pack_conversations(conversations, 64))
+    found = []
+    for sample in samples:
+        ids, starts = sample["input_ids"], sample["start_mask"]
+        assert starts[0] == 1 and len(ids) <= 64
+        assert (np.flatnonzero(starts) == [0, *(np.flatnonzero(np.diff(ids)) + 1)]).all()
+        assert ((sample["answer_mask"] == 0) == (starts == 1)).all()
+        found.append(list(dict.fromkeys(ids.tolist())))
+    assert (
+        sorted(itertools.chain(*found)) == list(range(300))
+        and sum(len(x["input_ids"]) for x in samples) == sizes.sum()
+    )
+    assert sizes.sum() / (64 * len(samples)) > 0.95
+
+
+def test_long_conversations_are_truncated_and_counted():
+    encoder, config = TextEncoder(prepare_tokenizer("chatml")), PackingConfig("chat", max_seq_length=40)
+    rows = [chat("Hi", "Ho"), chat("Hi", "o" * 50), chat("i" * 50, "Ho"), chat("Hi")]
+    encoded = [encode_conversation(x, encoder.tokenizer) for x in read_conversations("f", rows)]
+    table, stats = build_samples(encoded, range(4), "train", encoder, config)
+    assert (stats.documents, stats.truncated_documents, stats.dropped_documents) == (4, 2, 2)
+    sizes = [len(ids) for ids, _ in encoded]
+    assert stats.tokens == sizes[0] + 40 and stats.dropped_tokens == sum(sizes) - stats.tokens
+    learnt = [
+        encoder.tokenizer.decode(np.array(ids)[np.array(mask) == 1])
+        for ids, mask in zip(table["input_ids"].to_pylist(), table["answer_mask"].to_pylist(), strict=True)
+    ]
+    assert sorted(learnt) == ["Ho<|im_end|>", "o" * (40 - 21)]
+
+
+@pytest.fixture
+def conversations(tmp_path) -> dict:
+    """Return the flags of a preparation of 200 rows."""
+    rows = [chat(f"What is {n}?", f"It is {n}.", "Sure?", "Yes") for n in range(200)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    make_chat_tokenizer("chatml").save_pretrained(tmp_path / "model")
+    return {"train_file": str(tmp_path / "chats.jsonl"), "tokenizer": str(tmp_path / "model"), "objective": "chat",
+            "max_seq_length": 256}  # fmt: skip
+
+
+def test_the_script_prepares_conversations(tmp_path, conversations, monkeypatch, capsys):
+    monkeypatch.setattr("cotrain.data.packing.group_documents.__defaults__", (5_000,))
+    for num_proc in (1, 2):
+        tokenize_wikitext103.prepare(arguments(tmp_path / str(num_proc), **conversations, num_proc=num_proc))
+    assert contents(tmp_path / "1") == contents(tmp_path / "2")
+    assert "200 documents of train text, one in each row" in capsys.readouterr().out
+    manifest = Manifest.load(tmp_path / "1" / "dataset")
+    assert manifest.objective == "chat" and sum(split["documents"] for split in manifest.splits.values()) == 200
+    check_dataset(tmp_path / "1" / "dataset")
+    tokenizer = load_tokenizer(str(tmp_path / "1" / "tokenizer"))
+    assert tokenizer.eos_token == "<|im_end|>" and tokenizer.init_kwargs["objective"] == "chat"
+    samples = load_datasets(tmp_path / "1" / "dataset")["train"]
+    assert sum(map(sum, samples["start_mask"])) == 190
+    assert tokenizer.decode(samples[0]["input_ids"]).count("<|im_start|>assistant\n") == 2 * sum(
+        samples[0]["start_mask"]
+    )
+
+
+def test_conversations_in_shards(tmp_path, conversations):
+    flags = {**conversations, "archive": str(tmp_path / "data.tar.gz"), "shard_size": "10kB"}
+    manifest = tokenize_wikitext103.prepare(arguments(tmp_path, **flags))
+    assert len(manifest.shards) > 1 and sum(shard.samples for shard in manifest.shards) > 0
+    assert manifest.splits["train"]["documents"] + manifest.splits["validation"]["documents"] == 200
+
+
+def test_tokenizer_in_its_place_is_replaced_only_on_demand(tmp_path, conversations):
+    flags = conversations | {"tokenizer_path": conversations["tokenizer"]}
+    with pytest.raises(UserError, match="--tokenizer_path: .* already exists; pass --overwrite"):
+        tokenize_wikitext103.prepare(arguments(tmp_path, **flags))
+    tokenize_wikitext103.prepare(arguments(tmp_path, **flags, overwrite=True))
+    assert load_tokenizer(conversations["tokenizer"]).eos_token == "<|im_end|>"
+
+
+def test_a_dataset_in_a_folder(tmp_path, conversations):
+    (tmp_path / "set").mkdir()
+    for split in ("train", "validation"):
+        Dataset.from_list([chat(f"{n}?", f"{n}") for n in range(9)]).to_parquet(tmp_path / "set" / f"{split}.parquet")
+    flags = {**conversations, "train_file": None, "dataset_name": str(tmp_path / "set"), "sample": False}
+    manifest = tokenize_wikitext103.prepare(arguments(tmp_path, **flags))
+    assert [split["documents"] for split in manifest.splits.values()] == [9, 9]
+
+
+def test_no_answer_at_all_is_explained(tmp_path, conversations):
+    Path(conversations["train_file"]).write_text("\n".join([json.dumps(chat("Hi"))] * 4), encoding="utf-8")
+    with pytest.raises(UserError, match="the train text .* makes no sample; pass .* answers"):
+        tokenize_wikitext103.prepare(arguments(tmp_path, **conversations))
+
+
+@pytest.mark.parametrize(
+    "flags", [{"sample": True, "train_file": None}, {"train_tokenizer": True}, {"tokenizer": None}]
+)
+def test_conversations_and_the_tokenizer_of_a_model_are_needed(conversations, flags):
+    flags = {"sample": False, **conversations, **flags}
+    if flags["tokenizer"] is None:
+        del flags["tokenizer"]
+    with pytest.raises(UserError, match="--objective chat needs"):
+        tokenize_wikitext103.TokenizationArguments(**flags)
+
+
+def test_masks_of_strangers_are_bounded(tmp_path, conversations):
+    tokenize_wikitext103.prepare(arguments(tmp_path, **conversations))
+    (file,) = (tmp_path / "dataset" / "train").glob("*.arrow")
+    count = Manifest.load(tmp_path / "dataset").splits["train"]["instances"]
+    table = open_samples([file], "chat", count)
+    check_samples(table, 256, 300)
+    with pytest.raises(ValueError, match="input_ids must be from 0 to 4"):
+        check_samples(table, 256, 5)
