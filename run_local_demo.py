@@ -243,7 +243,7 @@ def summarize(steps: list[dict], rounds: Counter[int], folder: Path) -> str:
         f"  Commands            {folder / COMMANDS_FILE}",
         "\nLook at the curves and try the model (which has learnt little in this short time):\n",
         f"  {show_command(curves, 'demo')}",
-        f"  {as_typed(f'fill_mask.py {quote(monitor)}')} 'The value of [MASK].'",
+        f"  {as_typed(f'generate.py {quote(monitor)}')} 'The value of [MASK].'",
     ]
     if sys.prefix != sys.base_prefix:
         lines.insert(-2, f"  source {quote(Path(sys.prefix) / 'bin' / 'activate')}")

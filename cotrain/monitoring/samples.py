@@ -1,4 +1,4 @@
-"""Completion of texts by a model: the most likely words for each mask, or the continuation by a causal model."""
+"""Completion of texts by a model: the most likely words for each mask, the continuation, or the answer."""
 
 from collections.abc import Sequence
 
@@ -33,15 +33,23 @@ def is_causal(config: PretrainedConfig) -> bool:
     return OBJECTIVES[get_objective(config)].is_causal
 
 
-def check_text(text: str, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, flag: str) -> None:
-    """Check that a model can complete a text.
+def encode_prompt(text: str, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> list[int]:
+    """Return the token ids of a text; for a model of conversations, of the message of a user."""
+    if OBJECTIVES[get_objective(config, tokenizer)].has_answers:
+        messages = [{"role": "user", "content": text}]
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    return tokenizer(text, verbose=False)["input_ids"]  # without a warning about the length, which is checked
+
+
+def check_text(text: str, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, flag: str) -> float:
+    """Return how many tokens a causal model can add to a text, after checking that a model can complete it.
 
     :param flag: the argument that the text comes from
     :raises UserError: if the text is empty, too long, or lacks the mask that the model is to fill
     """
     if not text.strip():
         raise UserError(f"{flag}: the sentence is empty; pass some words")
-    limit = max_tokens(config)
+    limit = positions = max_tokens(config)
     if is_causal(config):
         limit -= MAX_NEW_TOKENS
     elif tokenizer.mask_token is None:
@@ -50,10 +58,10 @@ def check_text(text: str, tokenizer: PreTrainedTokenizerBase, config: Pretrained
         text = text.replace(MASK, tokenizer.mask_token)
         if tokenizer.mask_token not in text:
             raise UserError(f"{flag}: there is no mask in '{text}'; put {MASK} in the place of a word")
-    # Without the tokenizer's warning about the length, which is an error here.
-    num_tokens = len(tokenizer(text, verbose=False)["input_ids"])
+    num_tokens = len(encode_prompt(text, tokenizer, config))
     if num_tokens > limit:
         raise UserError(f"{flag}: the sentence has {num_tokens} tokens, the model takes {limit}; pass a shorter one")
+    return positions - num_tokens
 
 
 def open_completer(task: Task, model: torch.nn.Module, texts: Sequence[str]) -> Pipeline:
@@ -85,16 +93,20 @@ def fill_masks(completer: Pipeline, text: str, number: int = 5) -> list[list[tup
     return [[(_quote(filling, tokenizer), filling["score"]) for filling in mask] for mask in masks]
 
 
-def continue_text(completer: Pipeline, text: str) -> str:
-    """Return the text that follows by greedy decoding, at most `MAX_NEW_TOKENS` tokens."""
-    (output,) = completer(text, max_new_tokens=MAX_NEW_TOKENS, do_sample=False, return_full_text=False)
-    return one_line(output["generated_text"])
+def continue_text(completer: Pipeline, text: str, max_new_tokens: int = MAX_NEW_TOKENS) -> str:
+    """Return the text that follows by greedy decoding, or the answer; in lines without control characters."""
+    tokenizer, model = completer.tokenizer, completer.model
+    ids = torch.tensor([encode_prompt(text, tokenizer, model.config)])
+    options = {"max_new_tokens": max_new_tokens, "do_sample": False, "eos_token_id": tokenizer.eos_token_id}
+    (output,) = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)
+    new = tokenizer.decode(output[ids.shape[1] :], skip_special_tokens=True)
+    return "\n".join(map(one_line, new.strip().splitlines()))
 
 
 def complete(completer: Pipeline, text: str) -> str:
     """Return the completion of a text in one line."""
     if completer.task == "text-generation":
-        return continue_text(completer, text)
+        return one_line(continue_text(completer, text))
     masks = fill_masks(completer, text)
     return "; ".join(", ".join(f"{token} {probability:.1%}" for token, probability in mask) for mask in masks)
 

@@ -1,4 +1,4 @@
-"""Completion of texts by a model, in the monitor and by fill_mask.py."""
+"""Completion of texts by a model, in the monitor and by generate.py."""
 
 import json
 import logging
@@ -12,9 +12,11 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
-import fill_mask
+import generate
 from cotrain.common.errors import UserError, run_script
+from cotrain.data.conversations import set_end_of_turn
 from cotrain.monitoring.samples import build_pipeline, check_text, complete, fill_masks, report_samples
+from tests.support.conversations import make_chat_tokenizer
 from tests.support.models import build_model
 from tests.support.peers import TINY_CONFIGS
 
@@ -144,7 +146,7 @@ def test_mask_is_asked_for_at_the_start(tokenizer):
         check_text(TEXT, tokenizer, config, "--sample_text")
 
 
-# fill_mask.py
+# generate.py
 
 
 @pytest.fixture
@@ -158,12 +160,12 @@ def checkpoint(tmp_path, tokenizer) -> Path:
 
 @pytest.fixture
 def show(monkeypatch, capsys):
-    """Run fill_mask.py in this process and return (exit code, stdout, stderr)."""
+    """Run generate.py in this process and return (exit code, stdout, stderr)."""
 
     def show(*args: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["fill_mask.py", *map(str, args)])
+        monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, args)])
         with pytest.raises(SystemExit) as exit_info:
-            run_script(fill_mask.main)
+            run_script(generate.main)
             sys.exit(0)
         return exit_info.value.code, *capsys.readouterr()
 
@@ -190,8 +192,38 @@ def test_script_takes_the_newest_complete_checkpoint(show, checkpoint):
 def test_script_continues_a_text(show, tmp_path, tokenizer):
     make_model("gpt2").save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    code, out, _ = show(tmp_path, "the capital of")
+    code, out, _ = show(tmp_path, "the capital of", "--max_new_tokens", 20)
     assert code == 0 and out == f"the capital of … {' '.join(['france'] * 20)}\n"
+    code, out, _ = show(tmp_path, "the capital of")
+    assert code == 0 and out.count("france") == 64 - 5, "as many as the model has positions for"
+
+
+def test_script_answers(show, tmp_path):
+    """In as many lines as the answer has, without control characters."""
+    tokenizer = make_chat_tokenizer("chatml")
+    set_end_of_turn(tokenizer)
+    tokenizer.init_kwargs["objective"] = "chat"
+    config = AutoConfig.for_model(**TINY_CONFIGS["gpt2"], vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=2)
+    model, text = build_model(config, "run"), "Hi!\n\x07Bye<|im_end|>"
+    with torch.no_grad():  # the token after each position: those of the prompt, then the answer
+        model.transformer.wte.weight.zero_()
+        model.transformer.wpe.weight.zero_()
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        first = len(
+            tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], add_generation_prompt=True)[
+                "input_ids"
+            ]
+        )
+        for number, token in enumerate(ids):
+            model.transformer.wpe.weight[first - 1 + number, number] = 100.0
+            model.transformer.wte.weight[token, number] += 1.0
+        for block in model.transformer.h:
+            block.attn.c_proj.weight.zero_()
+            block.mlp.c_proj.weight.zero_()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    code, out, err = show(tmp_path, "Hello")
+    assert (code, out, err) == (0, "Hi!\nBye\n", "")
 
 
 def test_folder_that_does_not_exist_is_named(show, tmp_path, monkeypatch):
@@ -238,7 +270,7 @@ def test_wrong_input_is_one_line(show, checkpoint, spoil, text, reason):
     if spoil is not None:
         spoil(checkpoint)
     code, _, err = show(checkpoint, text)
-    assert code == 1 and err.count("\n") == 1 and err.startswith("fill_mask.py: error: ") and reason in err
+    assert code == 1 and err.count("\n") == 1 and err.startswith("generate.py: error: ") and reason in err
     assert "; " in err and "trust_remote_code" not in err
     assert str(checkpoint) not in err.partition("; ")[2]
     assert not (checkpoint / "trace").exists()

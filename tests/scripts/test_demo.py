@@ -120,7 +120,7 @@ def test_summary(tmp_path, monkeypatch):
     summary = summarize(STEPS, Counter({2: 3}), tmp_path)
     assert "8.310 at first, 7.520 at last" in summary and "3 x 2 peers" in summary
     assert f"{tmp_path / 'monitor' / 'checkpoint-10'}\n" in summary
-    assert f"fill_mask.py {tmp_path / 'monitor'} " in summary
+    assert f"generate.py {tmp_path / 'monitor'} " in summary
     assert f"TRACKIO_DIR={tmp_path / 'monitor' / 'trackio'} trackio show --project demo" in summary
     assert "TRACKIO_PLOT_ORDER=" in summary and "?project=demo&smoothing=0" in summary
 

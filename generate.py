@@ -1,10 +1,9 @@
 #!/usr/bin/env python3
-"""Fill in [MASK] with a trained model: print the most likely words.
+"""Try a trained model: it fills in [MASK], continues a text, or answers, whichever it was trained for.
 
-    ./fill_mask.py monitor_outputs "The capital of [MASK] is Paris."
+    ./generate.py monitor_outputs "The capital of [MASK] is Paris."
 
-The first argument is a checkpoint, or an output folder with checkpoints. A causal model, such as GPT-2, continues the
-sentence instead.
+The first argument is a checkpoint, or an output folder with checkpoints.
 """
 
 from dataclasses import dataclass
@@ -15,25 +14,27 @@ from cotrain.common.flags import Flags, flag
 
 POSITIONAL = {
     "CHECKPOINT": "Checkpoint, or output folder, of which the newest complete checkpoint is taken",
-    "TEXT": "Sentence with one [MASK] or more; for a causal model, the beginning of a text",
+    "TEXT": "Sentence with one [MASK] or more; for a causal model, the beginning of a text, or a question",
 }
 
 
 @dataclass
-class FillMaskArguments(Flags, group="Output"):
+class GenerateArguments(Flags, group="Output"):
     """Output of the script."""
 
     number: int = flag(5, "Number of words to print for each mask")
+    max_new_tokens: int = flag(200, "Longest continuation or answer in tokens")
     debug: bool = flag(False, "Show the traceback of a fatal error")
 
 
 def main() -> None:
     from cotrain.common.argument_parser import ArgumentParser
 
-    args, positional = ArgumentParser([FillMaskArguments], __doc__, POSITIONAL).parse().arguments
+    args, positional = ArgumentParser([GenerateArguments], __doc__, POSITIONAL).parse().arguments
     # Seconds of imports, which --help and a wrong flag need not wait for.
     from transformers.utils.logging import set_verbosity_error
 
+    from cotrain.models.model import get_objective
     from cotrain.monitoring.samples import build_pipeline, check_text, continue_text, fill_masks, is_causal
     from cotrain.training.pretrained import find_checkpoint, load_checkpoint
 
@@ -43,10 +44,11 @@ def main() -> None:
     if checkpoint != folder:
         print(f"Checkpoint: {checkpoint}")
     model, tokenizer = load_checkpoint(checkpoint)
-    check_text(text, tokenizer, model.config, "TEXT")
+    room = check_text(text, tokenizer, model.config, "TEXT")
     completer = build_pipeline(model, tokenizer)
     if is_causal(model.config):
-        print(f"{text} … {continue_text(completer, text)}")
+        beginning = "" if get_objective(model.config, tokenizer) == "chat" else f"{text} … "
+        print(beginning + continue_text(completer, text, min(args.max_new_tokens, room)))
         return
     masks = fill_masks(completer, text, min(args.number, model.config.vocab_size))
     for place, words in enumerate(masks, 1):
