@@ -75,6 +75,8 @@ def open_completer(task: Task, model: torch.nn.Module, texts: Sequence[str]) -> 
 
 def build_pipeline(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Pipeline:
     """Build transformers' pipeline that completes texts. It sees later changes of the model's parameters."""
+    if hasattr(model, "peft_config"):
+        model = model.get_base_model()  # with its adapters: the pipeline does not know peft's class
     if isinstance(model, AlbertForPreTraining):  # which the pipeline does not support
         pretrained, model = model, AlbertForMaskedLM(model.config)
         model.albert, model.predictions = pretrained.albert, pretrained.predictions
