@@ -160,11 +160,14 @@ class LocalTraining(Accumulator):
             self._base, self._loaded = self._loaded, self._base
 
     @torch.no_grad()
-    def local_changes(self) -> list[torch.Tensor]:
-        """Return the local updates that no step has used, on the device of the model."""
+    def local_changes(self, unsent: bool = False) -> list[torch.Tensor]:
+        """Return the local updates that no step has used, on the device of the model.
+
+        :param unsent: without those that a running round has, whose members may use them
+        """
+        bases = self._loaded if unsent and self._is_loaded else self._base
         return [
-            parameter - base.to(parameter.device)
-            for parameter, base in zip(self.main_parameters, self._base, strict=True)
+            parameter - base.to(parameter.device) for parameter, base in zip(self.main_parameters, bases, strict=True)
         ]
 
     @torch.no_grad()
@@ -175,7 +178,7 @@ class LocalTraining(Accumulator):
             for parameter, change, newest, base, loaded in zip(
                 self.main_parameters, changes, self.step_parameters, self._base, self._loaded, strict=True
             ):
-                parameter.copy_(newest.to(parameter.device) + change)
+                parameter.copy_(newest.to(parameter.device) + change.to(parameter.device))
                 if self._is_loaded:
                     loaded.add_(newest - base)
                 base.copy_(newest)
@@ -187,16 +190,18 @@ class LocalTraining(Accumulator):
             self.num_samples = 0
 
     @contextmanager
-    def set_aside(self) -> Iterator[None]:
+    def set_aside(self) -> Iterator[list[torch.Tensor] | None]:
         """Give the model the parameters of the last global step while the context is open, without local updates.
 
-        A checkpoint has no local updates: a peer that resumes from it lacks those of one global step at most.
+        Yields what sparse rounds have not taken yet. Otherwise a peer that resumes lacks the local updates of one
+        global step at most.
         """
         with self.lock:  # a step that begins now waits for the local updates
             changes = self.local_changes()
+            unsent = None if self.project is None else self.local_changes(unsent=True)
             self.rebase([torch.zeros_like(change) for change in changes])
             try:
-                yield
+                yield unsent
             finally:
                 self.rebase(changes)
 

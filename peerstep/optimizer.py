@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -313,15 +313,15 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             yield
 
     @contextmanager
-    def saved_state(self) -> Iterator[None]:
+    def saved_state(self) -> Iterator[list[torch.Tensor] | None]:
         """Give the model the parameters of the last global step, and keep the state there, for writing a checkpoint.
 
-        A round may run: it changes none of them before it ends.
+        A round may run: it changes none of them before it ends. Yields `unsent` of `begin_at`.
         """
         with self._update_lock:
             self._apply_update()
-            with self.accumulator.set_aside():
-                yield
+            with self.accumulator.set_aside() as unsent:
+                yield unsent
 
     # Global steps, in the step thread
 
@@ -592,11 +592,14 @@ class CollaborativeOptimizer(hivemind.Optimizer):
                 return self._follow_clients(other) or self._ignore_unbacked_claim(other)
         return loaded
 
-    def begin_at(self, step: int) -> None:
-        """Start at global step `step` with the parameters of the model, which was resumed from a checkpoint."""
+    def begin_at(self, step: int, unsent: Sequence[torch.Tensor] | None = None) -> None:
+        """Start at global step `step` with the model of a checkpoint, and its local updates that were not sent."""
         self.state_averager.sync_with_main_parameters(step)
         self.distance = 0.0
         self.forget_progress()
+        if unsent is not None and isinstance(self.accumulator, LocalTraining):  # a state that is loaded drops them
+            clip_norm(unsent, self.accumulator.bound())
+            self.accumulator.rebase(unsent)
 
     def restore(self, metadata: dict, tensors: list[torch.Tensor]) -> None:
         """Replace the training state, as the state averager does, and drop the accumulated gradients."""

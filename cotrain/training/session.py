@@ -91,7 +91,7 @@ class TrainingSession:
         :raises TemporaryError: if several trainers are at a later step, but no state can be downloaded
         :raises UserError: if all other trainers average something else
         """
-        self.restore_checkpoint()
+        restored = self.restore_checkpoint()
         optimizer, own_step = self.optimizer, self.optimizer.local_epoch
         optimizer.last_step = self.args.max_global_steps
         self.status.start()
@@ -101,7 +101,7 @@ class TrainingSession:
         if self.args.ends_at is not None:
             logger.info(f"The run ends {describe_end(self.args.end_time)}")
         if own_step > 0:
-            optimizer.begin_at(own_step)
+            optimizer.begin_at(own_step, restored and restored.unsent)
             optimizer.share_state()
             logger.info(f"Resumed from a checkpoint at step #{own_step}")
         if self._load_newest_state():
@@ -297,8 +297,8 @@ class TrainingSession:
 
     def save_checkpoint(self) -> None:
         """Write a checkpoint of the current global step; log an error if that fails."""
-        with self.optimizer.saved_state(), self.optimizer.state_averager.frozen_state() as content:
-            state = SavedState(self.args.run_id, *content)
+        with self.optimizer.saved_state() as unsent, self.optimizer.state_averager.frozen_state() as content:
+            state = SavedState(self.args.run_id, *content, unsent)
             try:
                 path = checkpoints.save_checkpoint(self.folder, self.task, self.model, state, {"time": time.time()})
                 checkpoints.rotate_checkpoints(path, self.num_checkpoints)

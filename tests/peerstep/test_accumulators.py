@@ -111,3 +111,22 @@ def test_what_a_sparse_round_does_not_take_stays_in_the_model():
     # Missed, or failed before it began
     peer.accumulator.take_back(1)
     assert peer.load() == (0.25, 1)
+
+
+def test_what_a_running_round_has_is_not_among_what_was_not_sent():
+    """Its members may use it, also if this peer ends before the round does."""
+    peer = Peer(project=lambda tensor: tensor / 4)
+    peer.train(-1.0)
+
+    def unsent() -> float:
+        return peer.accumulator.local_changes(unsent=True)[0].item()
+
+    assert unsent() == -1.0
+    peer.load()
+    peer.train(-0.25)
+    assert unsent() == -1.0 and peer.changes == -1.25
+    peer.accumulator.take_back(1)
+    assert unsent() == -1.25
+    peer.load()
+    peer.accumulator.confirm()
+    assert unsent() == peer.changes == -0.9375

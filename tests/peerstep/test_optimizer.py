@@ -476,7 +476,7 @@ def test_local_updates_are_bounded_by_the_parameters():
 
 def test_local_updates_of_other_parameters_are_dropped(monkeypatch):
     optimizer = build_local()
-    optimizer.begin_at(5)
+    optimizer.begin_at(5, [torch.full((1, 2), 0.5)])
     compute(optimizer, 0.2)
 
     def load(**_query) -> bool:
@@ -518,6 +518,26 @@ def test_checkpoint_has_the_parameters_of_the_last_step():
     with optimizer.saved_state():
         assert torch.equal(parameter, optimizer._offloaded_parameters()[0]) and not torch.equal(parameter, before)
     assert torch.allclose(parameter, before)
+
+
+@pytest.mark.parametrize(("unsent", "resumed"), [(0.25, 0.25), (-8.0, -1.0)])
+def test_what_sparse_rounds_have_not_taken_is_resumed_within_the_bound_on_a_contribution(unsent, resumed):
+    optimizer = build_local(gradient_compression="topk", max_update_norm=0.5)
+    optimizer.state_averager.main_parameters[0].data.fill_(2.0)
+    optimizer.begin_at(5, [torch.full((1, 2), unsent).bfloat16()])
+    assert value_of(optimizer.state_averager.main_parameters) == pytest.approx(2.0 + resumed)
+    assert value_of(optimizer._offloaded_parameters()) == 2.0 and optimizer.accumulator.num_samples == 0
+    with optimizer.saved_state() as saved:
+        assert value_of(saved) == pytest.approx(resumed)
+    take(optimizer)
+    assert value_of(optimizer.coordinator.contribution) == pytest.approx(-resumed, rel=0.1), "it is sent"
+
+
+def test_only_sparse_rounds_leave_something_for_a_checkpoint():
+    for other in (build(), build_local(), build_local(gradient_compression="blockwise4")):
+        compute(other, 0.2)
+        with other.saved_state() as saved:
+            assert saved is None
 
 
 @pytest.mark.parametrize("make", [build, build_local])

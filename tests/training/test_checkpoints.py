@@ -5,11 +5,13 @@ import fcntl
 import logging
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -117,6 +119,50 @@ def test_checkpoints_of_a_left_history_are_set_aside_within_a_limit(tmp_path, ca
     checkpoints.rotate_checkpoints(save(tmp_path, 15), keep=2)
     assert [path.name for path in checkpoints.list_checkpoints(tmp_path)] == ["checkpoint-15"]
     assert set_aside(tmp_path) == ["checkpoint-20", "checkpoint-25"], "the newest two"
+
+
+def save_unsent(folder: Path, value: float = 0.5, shape: tuple[int, int] = (100, 100), **changes) -> Path:
+    """Save a checkpoint of step 7 with local updates. Return their file."""
+    state = replace(make_state(7), unsent=[torch.full(shape, value)], **changes)
+    path = checkpoints.save_checkpoint(folder, Task(), build_model(CONFIG, "run"), state, {})
+    return path / checkpoints.UNSENT_FILE
+
+
+def restore(folder: Path) -> tuple[int, list[torch.Tensor] | None]:
+    state = checkpoints.restore_newest(folder, "run", FakeAverager(step=0))
+    return state.step, state.unsent
+
+
+def test_local_updates_that_were_not_sent_are_beside_their_state(tmp_path):
+    save_unsent(tmp_path)
+    step, (updates,) = restore(tmp_path)
+    assert step == 7 and torch.equal(updates, torch.full((100, 100), 0.5))
+    assert updates.dtype == torch.bfloat16, "half of the bytes"
+    save(tmp_path, 7)  # without any: they belong to what was replaced
+    assert restore(tmp_path) == (7, None)
+
+
+OF_ANOTHER_HISTORY = {"metadata": {"epoch": 7, "statistics": [], "marks": ((7, "00" * 6),)}}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"value": float("nan")}, {"value": float("inf")}, {"shape": (100, 1)}, {"run_id": "other"}, OF_ANOTHER_HISTORY],
+    ids=["NaN", "Inf", "another shape", "another run", "another history"],
+)
+def test_local_updates_that_do_not_fit_cost_one_warning_and_not_the_state(tmp_path, other, caplog):
+    wrong = save_unsent(tmp_path / "other", **other)
+    shutil.copy(wrong, save_unsent(tmp_path))
+    assert restore(tmp_path) == (7, None)
+    assert len(caplog.messages) == 1 and "unsent_updates.pt" in caplog.messages[0]
+
+
+@pytest.mark.parametrize("damage", [lambda content: content[:-100], lambda _: b""], ids=["cut off", "empty"])
+def test_damaged_local_updates_cost_one_warning_and_not_the_state(tmp_path, damage, caplog):
+    path = save_unsent(tmp_path)
+    path.write_bytes(damage(path.read_bytes()))
+    assert restore(tmp_path) == (7, None)
+    assert len(caplog.messages) == 1 and "unsent_updates.pt cannot be read" in caplog.messages[0]
 
 
 def test_checkpoint_of_another_program_is_not_replaced(tmp_path, caplog):

@@ -22,7 +22,7 @@ from peerstep.coordinator import StepRecord
 from tests.support.fakes import FakeTask, make_arguments, make_batch
 from tests.support.models import build_model
 from tests.support.peers import local_peer
-from tests.support.state import snapshot
+from tests.support.state import flat, snapshot
 from tests.support.swarm import CONFIG
 
 SIZE = 8  # samples of the dataset, of a local step and of a global step: all steps use the same samples
@@ -42,10 +42,12 @@ class Recorder(TrainingSession):
         super().__init__(*args, **kwargs)
         self.states: dict[int, tuple[dict, list[torch.Tensor]]] = {}
         self.weights: dict[int, list[torch.Tensor]] = {}
+        self.begun_with = self.kept = torch.zeros(0)  # local updates, at the start and at the newest save
 
     def join(self) -> None:
         super().join()
         self.first_step = self.optimizer.local_epoch
+        self.begun_with = self.local_changes()
         self.record()
 
     def report(self, record: StepRecord) -> None:
@@ -56,6 +58,15 @@ class Recorder(TrainingSession):
         step = self.optimizer.local_epoch
         self.states[step] = snapshot(self.optimizer.state_averager)
         self.weights[step] = [parameter.detach().clone() for parameter in self.model.parameters()]
+
+    def save_checkpoint(self) -> None:
+        self.kept = self.local_changes()
+        super().save_checkpoint()
+
+    def local_changes(self) -> torch.Tensor:
+        """Return how far the model is from the parameters of its step."""
+        averager = self.optimizer.state_averager
+        return flat(averager.main_parameters) - flat(averager.layout.parameters)
 
     @property
     def losses(self) -> dict[int, float]:
@@ -74,21 +85,25 @@ def run(patch: pytest.MonkeyPatch, script, peer, args: TrainerArguments, size: i
         script.train(args, stop)
 
 
-def train(folder: Path, until: int, script, device: str = "cpu", precision: str = "fp32") -> Recorder:
+def train(
+    folder: Path, until: int, script, device: str = "cpu", precision: str = "fp32", is_sparse: bool = False
+) -> Recorder:
     """Train a single peer until a global step, from the checkpoint in `folder` if there is one, and write another.
 
     :param script: run_trainer or run_custom_trainer
     :param device: "cpu", or "cuda" for all GPUs that the script uses
+    :param is_sparse: whether rounds take a part of local updates
     """
     num_devices = torch.cuda.device_count() if device == "cuda" and script is run_trainer else 1
     training = {
         "per_device_train_batch_size": SIZE // num_devices // 2, "gradient_accumulation_steps": 2,
         "use_cpu": device == "cpu", "save_steps": 10**6, "learning_rate": 0.01, "warmup_steps": 0, "total_steps": 1000,
-        "max_grad_norm": 0.0, precision: True,
+        "max_grad_norm": 0.0, precision: True, "local_updates": is_sparse,
     }  # fmt: skip
     args = make_arguments(
         folder, training, run_id="run", max_global_steps=until, leave_timeout=0.0, target_batch_size=SIZE,
         delay_grad_averaging=False, delay_optimizer_step=False,
+        gradient_compression="topk" if is_sparse else "float16",
     )  # fmt: skip
     recorders = []
     with pytest.MonkeyPatch.context() as patch, local_peer(folder, "run") as peer:
@@ -139,6 +154,17 @@ def test_resumed_training_equals_one_that_was_not_interrupted(tmp_path, script):
     status = read_status(tmp_path / "whole")
     assert (status.step, status.joined, status.missed) == (4, 4, 0) and status.applied >= 4 * SIZE
     assert status.ended_at is not None and status.loss is not None
+
+
+@pytest.mark.peers
+def test_what_sparse_rounds_have_not_taken_is_resumed(tmp_path):
+    before = train(tmp_path, 2, run_custom_trainer, is_sparse=True)
+    after = train(tmp_path, 3, run_custom_trainer, is_sparse=True)
+    assert after.first_step == 2
+    (_, begun), (_, saved), (_, moved) = after.states[2], before.states[2], after.states[3]
+    assert all(map(torch.equal, begun, saved)), "the parameters of the step are as they were"
+    assert before.kept.norm() > 0.5 * (flat(moved) - flat(saved)).norm(), "or else there is nothing to keep"
+    assert (after.begun_with - before.kept).norm() < 0.01 * before.kept.norm()
 
 
 @pytest.mark.peers
