@@ -42,6 +42,8 @@ class Variant:
     :param delay: mean number of local steps per peer until the result of a round arrives
     :param compression: of the pseudo-gradients, a key of COMPRESSIONS
     :param missing: probability that a peer misses a round
+    :param warmup: fraction of the samples before the first outer step: plain averages after each local step
+    :param growth: fraction of the samples within which rounds grow from one local step to `local_steps`
     """
 
     peers: int
@@ -50,6 +52,15 @@ class Variant:
     delay: int = 0
     compression: str = "none"
     missing: float = 0.0
+    warmup: float = 0.0
+    growth: float = 0.0
+
+    def size_at(self, progress: float) -> float:
+        """Return the size of a round as a fraction of a whole one, after a fraction of the samples."""
+        smallest = 1 / self.local_steps
+        if progress < self.warmup:
+            return smallest
+        return smallest + (1 - smallest) * progress / self.growth if progress < self.growth else 1.0
 
 
 @dataclass(frozen=True)
@@ -145,7 +156,7 @@ class DataParallelPeers:
 
     def __init__(self, variant: Variant, args: HyperparameterArguments, build_model: Callable[[], torch.nn.Module]):
         self.args, self.model = args, build_model()
-        groups = build_param_groups(self.model, args.weight_decay)
+        groups = build_param_groups(self.model, args.weight_decay, args.optimizer)
         self.parameters = parameters_of(groups)
         self.optimizer = build_local_optimizer(groups, args)
         self._schedule = build_scheduler(self.optimizer, args)
@@ -161,7 +172,7 @@ class DataParallelPeers:
         self.model(**batch).loss.backward()
         self.accumulators[peer].add(num_samples)
 
-    def begin_round(self, absent: frozenset[int]) -> None:
+    def begin_round(self, absent: frozenset[int], progress: float) -> None:
         samples = [accumulator.load() for accumulator in self.accumulators]
         contributions = [accumulator.contribution for accumulator in self.accumulators]
         self._mean = all_reduce(contributions, samples, self._compression)
@@ -188,8 +199,8 @@ class LocalTrainer(LocalTraining):
     def __init__(
         self, model: torch.nn.Module, theta: Tensors, args: HyperparameterArguments, project: Callable | None
     ):
-        self.model, self.step = model, 0
-        groups = build_param_groups(model, args.weight_decay)
+        self.model, self.step = model, 0.0  # counts whole rounds
+        groups = build_param_groups(model, args.weight_decay, args.optimizer)
         builders = partial(build_local_optimizer, args=args), partial(build_scheduler, args=args)
         contribution = [torch.zeros_like(parameter) for parameter in theta]
         super().__init__(
@@ -201,7 +212,7 @@ class LocalTrainer(LocalTraining):
         self.model(**batch).loss.backward()
         self.add(num_samples, self.step)
 
-    def receive_step(self, step: int) -> None:
+    def receive_step(self, step: float) -> None:
         """Move the model to the parameters of a global step, plus the local updates that no step has used."""
         self.step = step
         self.rebase()
@@ -211,24 +222,26 @@ class LocalUpdatePeers:
     """Peers that train by themselves between the rounds."""
 
     def __init__(self, variant: Variant, args: HyperparameterArguments, build_model: Callable[[], torch.nn.Module]):
-        self.args = args
+        self.args, self._variant = args, variant
         self._compression = COMPRESSIONS[variant.compression]()
-        groups = copies_of(build_param_groups(build_model(), args.weight_decay))
+        groups = copies_of(build_param_groups(build_model(), args.weight_decay, args.optimizer))
         self.theta = parameters_of(groups)
         self.outer = LocalUpdates(args.outer_learning_rate, args.outer_momentum).build_outer(groups)
         project = self._compression.project if isinstance(self._compression, TopK) else None
         self.accumulators = [LocalTrainer(build_model(), self.theta, args, project) for _ in range(variant.peers)]
-        self.step = 0
+        self.step = 0.0  # counts whole rounds
 
     def local_step(self, peer: int, batch: dict[str, torch.Tensor], num_samples: int) -> None:
         self.accumulators[peer].train(batch, num_samples)
 
-    def begin_round(self, absent: frozenset[int]) -> None:
+    def begin_round(self, absent: frozenset[int], progress: float) -> None:
         """Average the pseudo-gradients.
 
         :param absent: peers that miss the round: their local updates count in the next one
+        :param progress: fraction of the samples so far
         :raises FloatingPointError: if the parameters of all other peers are not finite
         """
+        self._size, self._is_plain = self._variant.size_at(progress), progress < self._variant.warmup
         samples = [accumulator.load() for accumulator in self.accumulators]
         for number in absent:
             self.accumulators[number].take_back(samples[number])
@@ -246,8 +259,11 @@ class LocalUpdatePeers:
         for parameter, gradient in zip(self.theta, self._mean, strict=True):
             parameter.grad = gradient
         clip_norm(self._mean, self.args.max_update_norm * float(torch.nn.utils.get_total_norm(self.theta)))
+        for group in self.outer.param_groups:
+            rates = self.args.outer_learning_rate, self.args.outer_momentum
+            group["lr"], group["momentum"] = (1.0, 0.0) if self._is_plain else rates
         self.outer.step()
-        self.step += 1
+        self.step += self._size
         for trainer in self.accumulators:
             trainer.receive_step(self.step)
 
@@ -268,7 +284,7 @@ class Simulation:
         kind = LocalUpdatePeers if variant.local_updates else DataParallelPeers
         self.peers = kind(variant, args, lambda: task.build_model(seed).eval())  # eval(): no dropout
         self.result = Result()
-        self._model = task.build_model(seed).eval()
+        self._model, self._optimizer = task.build_model(seed).eval(), args.optimizer
         self._random = np.random.default_rng([seed, 1])
         self._orders = [sample_order(task.num_samples, seed, number) for number in range(variant.peers)]
         self._marks = [budget.samples * part // NUM_EVALUATIONS for part in range(1, NUM_EVALUATIONS)]
@@ -301,9 +317,11 @@ class Simulation:
         if self._arrival == step:
             self._finish_round(step)
         num_samples = sum(accumulator.num_samples for accumulator in self.peers.accumulators)
-        if self._arrival < 0 and num_samples >= self.budget.target_batch_size(self.variant):
+        progress = step / self.budget.local_steps
+        target = self.variant.size_at(progress) * self.budget.target_batch_size(self.variant)
+        if self._arrival < 0 and num_samples >= round(target):
             self.result.rounds += 1
-            self.peers.begin_round(self._draw_absent())
+            self.peers.begin_round(self._draw_absent(), progress)
             self._arrival = step + self.variant.delay * self.variant.peers
             if self._arrival == step:
                 self._finish_round(step)
@@ -329,7 +347,7 @@ class Simulation:
             self.result.evaluations[samples] = self._evaluate()
 
     def _evaluate(self) -> float:
-        groups = build_param_groups(self._model, 0.0)
+        groups = build_param_groups(self._model, 0.0, self._optimizer)
         with torch.no_grad():
             for target, source in zip(parameters_of(groups), self.peers.global_parameters(), strict=True):
                 target.copy_(source)

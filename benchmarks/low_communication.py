@@ -67,6 +67,8 @@ SPECIAL_POINTS = {
     "h32-topk": Variant(0, 32, compression="topk"),
     "h32-missing": Variant(0, 32, missing=0.5),
     "dp-h32": Variant(0, 32, local_updates=False),
+    "h8-warmup": Variant(0, 8, warmup=0.1),
+    "h8-growing": Variant(0, 8, growth=0.25),
 }
 SPECIAL_PEERS = 4
 
@@ -76,6 +78,8 @@ hN           local updates: an average after N local steps per peer, weighted by
 lateN        the result of a round arrives N local steps after the round has begun; the local steps continue
 8bit, 4bit   pseudo-gradients as blockwise8, blockwise4; likewise topk
 missing      each peer misses each round with probability 0.5
+warmup       plain averages after each local step, for the first tenth of the samples
+growing      rounds grow from one local step to N within the first quarter of the samples
 dp-h32       data parallel with the rounds of h32: equal communication, and batches 32 times as large
 rates        peak learning rate of the inner optimizer, or of data parallel; learning rate and momentum
              of the outer optimizer
@@ -190,7 +194,8 @@ def plan_runs(args: argparse.Namespace, setup: str, budget: Budget) -> list[Run]
     runs = []
     for seed, (peers, point) in product(args.seeds, grid):
         if args.points is None or point in args.points:
-            run = Run(setup, point, peers, seed, args.learning_rate, OUTER_LEARNING_RATE)
+            outer_rate, momentum = args.outer or (OUTER_LEARNING_RATE, OUTER_MOMENTUM)
+            run = Run(setup, point, peers, seed, args.learning_rate, outer_rate, momentum)
             if not run.variant.local_updates:
                 factor = math.sqrt(budget.target_batch_size(run.variant) / budget.micro_batch)
                 run = replace(run, learning_rate=args.learning_rate * min(MAX_RATE_FACTOR, factor))
@@ -210,7 +215,7 @@ def build_arguments(run: Run, budget: Budget, optimizer: str) -> HyperparameterA
     return HyperparameterArguments(
         optimizer=optimizer,
         learning_rate=run.learning_rate,
-        adam_epsilon=1e-8 if optimizer == "adamw" else 1e-6,
+        adam_epsilon=1e-6 if optimizer == "lamb" else 1e-8,
         local_updates=run.variant.local_updates,
         outer_learning_rate=run.outer_learning_rate,
         outer_momentum=run.outer_momentum,
@@ -276,10 +281,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--peers", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--samples", type=int, default=16384, help="of all peers together; default: 16384")
-    parser.add_argument("--optimizer", choices=("adamw", "lamb"), default="adamw", help="inner, and of data parallel")
+    parser.add_argument(
+        "--optimizer", choices=("adamw", "lamb", "muon"), default="adamw", help="inner, and of data parallel"
+    )
     parser.add_argument(
         "--learning_rate", type=float, default=2e-3,
         help="peak of the inner optimizer; data parallel: times the root of the batch in micro-batches, at most 4",
+    )  # fmt: skip
+    parser.add_argument(
+        "--outer", type=float, nargs=2, metavar=("RATE", "MOMENTUM"),
+        help=f"of the outer optimizer, without --tune; default: {OUTER_LEARNING_RATE} {OUTER_MOMENTUM}",
     )  # fmt: skip
     parser.add_argument("--tune", action="store_true", help="sweep the learning rates with the first seed")
     return parser.parse_args()
