@@ -91,7 +91,7 @@ class TrainingSession:
         :raises TemporaryError: if several trainers are at a later step, but no state can be downloaded
         :raises UserError: if all other trainers average something else
         """
-        restored = self.restore_checkpoint()
+        unsent = getattr(self.restore_checkpoint(), "unsent", None)  # a download needs the memory of the state
         optimizer, own_step = self.optimizer, self.optimizer.local_epoch
         optimizer.last_step = self.args.max_global_steps
         self.status.start()
@@ -101,7 +101,7 @@ class TrainingSession:
         if self.args.ends_at is not None:
             logger.info(f"The run ends {describe_end(self.args.end_time)}")
         if own_step > 0:
-            optimizer.begin_at(own_step, restored and restored.unsent)
+            optimizer.begin_at(own_step, unsent)
             optimizer.share_state()
             logger.info(f"Resumed from a checkpoint at step #{own_step}")
         if self._load_newest_state():
