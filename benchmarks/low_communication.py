@@ -313,13 +313,13 @@ def main() -> None:
     if args.tune:
         runs = [candidate for run in runs if run.seed == args.seeds[0] for candidate in sweep(run)]
     else:
-        runs = [results.tuned(run) for run in runs]
+        runs = runs if args.outer else [results.tuned(run) for run in runs]
     try:
         play(runs, task, budget, args.optimizer, results)
     except KeyboardInterrupt:
         print("Interrupted: the finished runs are kept")
-    chosen = dict.fromkeys(results.tuned(run) for run in runs)
-    print(f"\n{format_tables(list(chosen), results)}\n\n{LEGEND}")
+    chosen = runs if args.outer else list(dict.fromkeys(results.tuned(run) for run in runs))
+    print(f"\n{format_tables(chosen, results)}\n\n{LEGEND}")
 
 
 if __name__ == "__main__":
