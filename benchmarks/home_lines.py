@@ -38,6 +38,7 @@ MODES = {
     "blockwise8": "--gradient_compression blockwise8",
     "local": "--local_updates --gradient_compression blockwise8",
     "topk": "--local_updates --gradient_compression topk --average_state_every 1000",
+    "adapters": "--gradient_compression blockwise4",
     "gradients": "--average_state_every 1000",  # the first 999 rounds have no parameters
     "gradients8": "--average_state_every 1000 --gradient_compression blockwise8",
 }
