@@ -117,7 +117,8 @@ def parse(tmp_path, monkeypatch):
 
     monkeypatch.setattr(HfArgumentParser, "parse_args_into_dataclasses", parse)
     monkeypatch.chdir(tmp_path)
-    Path("my_text.txt").touch()
+    for name in ("my_text.txt", "chats.jsonl", "conversations.jsonl"):
+        Path(name).touch()
     for name in ("configs", "examples"):
         Path(name).symlink_to(ROOT / name)
     return parse_command
