@@ -219,25 +219,6 @@ def supports_bf16(device: torch.device) -> bool:
         return False
 
 
-@torch.no_grad()
-def keeps_apart(model: PreTrainedModel) -> bool:
-    """Try whether `position_ids` that start again at 0 divide a sequence into parts that are computed as if alone.
-
-    Attention does that as a rule, a recurrent state does not. Measured, relative to the logits: another first part
-    changes the second by 1e-7 (rounding of experts), or by 2e-4 and more; computing it alone, in bf16, by 0.005.
-    """
-    parts = torch.tensor([[1, 1, 1, 1], [2, 2, 1, 2], [2, 1, 2, 2]], device=model.device)
-    options = {"use_cache": False, "position_ids": torch.arange(4, device=model.device).repeat(1, 2)}
-    try:
-        alone = model.eval()(input_ids=parts[2:]).logits
-        one, two = (model(input_ids=parts[[n, 2]].view(1, 8), **options).logits[:, 4:] for n in range(2))
-        return bool((one - two).norm() < 1e-5 * alone.norm() and (one - alone).norm() < 1e-2 * alone.norm())
-    except Exception:  # it takes no positions, or has no weights
-        return False
-    finally:
-        model.train()
-
-
 def choose_kernels(model: PreTrainedModel, args: LocalTrainingArguments, num_gpus: int) -> None:
     """Choose how this machine computes the model.
 

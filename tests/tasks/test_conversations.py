@@ -10,9 +10,9 @@ from datasets import Dataset
 from cotrain.arguments import ModelArguments
 from cotrain.data.conversations import encode_conversation, read_conversations, set_end_of_turn
 from cotrain.data.packing import SCHEMAS, pack_conversations
-from cotrain.models.model import get_objective, keeps_apart, load_config
+from cotrain.models.model import get_objective, initialize_model, load_config
 from cotrain.monitoring.samples import build_pipeline, check_text, complete, continue_text
-from cotrain.tasks.text import TextTask, match_answers
+from cotrain.tasks.text import TextTask, keeps_apart, match_answers
 from tests.support.conversations import chat, make_chat_tokenizer
 from tests.support.families import FAMILIES, GROUPED, SIZES
 
@@ -68,6 +68,19 @@ def test_each_conversation_is_computed_as_if_alone(name):
         row, start = (windows == ids).all(dim=-1).nonzero()[0].tolist()
         alone = model(input_ids=ids[None]).logits[0]
         torch.testing.assert_close(logits[row, start : start + len(ids)], alone, rtol=1e-3, atol=1e-4)
+
+
+def test_a_base_model_with_adapters_is_tried_too():
+    """A monitor has one without weights, which computes nothing."""
+    task, samples = build("llama")
+    task.args.lora_rank, task.args.model_name_or_path = 4, "base"
+    model = task.build_model()
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu", "meta"} and not task.is_packed
+    task.has_weights = True
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cotrain.models.pretrained.load_pretrained", lambda config, args: initialize_model(config))
+        model = task.build_model()
+    assert task.is_packed and task.compute_loss(model, task.collate(list(samples))) > 0
 
 
 @pytest.mark.parametrize("is_packed", [True, False])
