@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import inspect
+import logging
 import os
 import shutil
 import threading
@@ -13,6 +14,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from _pytest.logging import LogCaptureHandler
 from filelock import FileLock
 from hypothesis import settings
 
@@ -111,9 +113,17 @@ def unchanged_environment() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_hinted(monkeypatch) -> None:
-    """Each test is a new process in this: a hint that another test on this worker was given is given again."""
+def unchanged_log(monkeypatch) -> Iterator[None]:
+    """Undo what a script's start does to the logs of its process. A hint is given again, though once in a process."""
     monkeypatch.setattr(diagnosis, "_hinted", set())
+    loggers = [logging.getLogger(name) for name in (None, "transformers", "asyncio")]
+    before, levels = set(loggers[0].handlers), [logger.level for logger in loggers]
+    yield
+    for handler in loggers[0].handlers[:]:
+        if handler not in before and not isinstance(handler, LogCaptureHandler):
+            loggers[0].removeHandler(handler)
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 @pytest.fixture

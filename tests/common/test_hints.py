@@ -8,7 +8,6 @@ import sys
 import pytest
 import torch
 
-from cotrain.common import diagnosis
 from cotrain.common.diagnosis import HINT, diagnose, next_hint, read_diagnoses
 from cotrain.common.errors import TEMPORARY, TemporaryError, UserError, describe, first_line, run_script
 from cotrain.common.logs import HintHandler
@@ -18,11 +17,6 @@ from tests.support.peers import ROOT
 NO_GROUP = "No group for step #39 in time: keeping its samples for another try"
 FIREWALL = "Peer Qm can't access this node. Probably, libp2p has failed to bypass the firewall"
 CANNOT_LISTEN = "cannot listen on --host_maddrs /ip4/0.0.0.0/tcp/31337: port in use or not this machine's address"
-
-
-@pytest.fixture(autouse=True)
-def _nothing_hinted(monkeypatch):
-    monkeypatch.setattr(diagnosis, "_hinted", set())
 
 
 @pytest.fixture
