@@ -69,7 +69,8 @@ def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> Pre
         raise UserError(f"this run's --model_name_or_path '{name}' is a path on this machine: refused")
     config = read_config(name, **args.hub_options)
     if args.lora_rank is not None and not Path(name).exists():  # all that is read of the repository is of one commit
-        args.model_revision = Path(cached_file(name, "config.json", **args.hub_options)).parent.name
+        with contextlib.suppress(OSError):  # a built-in name, and no Hub
+            args.model_revision = Path(cached_file(name, "config.json", **args.hub_options)).parent.name
     text, size = config.get_text_config(), vocabulary_size(tokenizer)
     stated = getattr(text, "vocab_size", size)
     if args.from_pretrained and stated < size:  # a larger one is common: models round it up
@@ -83,7 +84,7 @@ def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> Pre
     for part in (config, text):  # often the same
         set_special_tokens(part, tokenizer)
     set_objective(config, tokenizer)
-    check_size(config, "model_name_or_path" in args.adopted, args.bytes_of_frozen)
+    check_size(config, "model_name_or_path" in args.adopted, args.lora_rank is not None)
     return config
 
 
@@ -135,19 +136,17 @@ def build_without_weights(config: PretrainedConfig) -> PreTrainedModel:
         hook.remove()
 
 
-def check_size(config: PretrainedConfig, is_foreign: bool = False, bytes_of_frozen: float | None = None) -> None:
+def check_size(config: PretrainedConfig, is_foreign: bool = False, is_frozen: bool = False) -> None:
     """Build the model without weights first: a stranger may have chosen it.
 
     :param is_foreign: whether the run has chosen it: training, with gradients and two statistics, must fit as well
-    :param bytes_of_frozen: of each parameter, if only adapters are trained
+    :param is_frozen: whether only adapters are trained: a monitor lacks the weights, a GPU has them, a CPU maps a file
     :raises UserError: if it cannot be built, or the weights alone exceed this machine's memory
     """
     model = build_without_weights(config)
     numel = sum(tensor.numel() for tensor in itertools.chain(model.parameters(), model.buffers()))
     needed, what = (16e-9 * numel, "training") if is_foreign else (4e-9 * numel, "the weights of")
-    if bytes_of_frozen is not None:
-        needed = bytes_of_frozen * 1e-9 * numel
-    if needed > (memory := 1e-9 * psutil.virtual_memory().total):
+    if not is_frozen and needed > (memory := 1e-9 * psutil.virtual_memory().total):
         raise UserError(f"{what} the model takes {needed:.0f} GB; this machine has {memory:.0f} GB of memory")
 
 

@@ -66,6 +66,8 @@ def _quantize() -> dict[str, object]:
     """Return the options for a base in 4 bits (NF4 of QLoRA, https://arxiv.org/abs/2305.14314), on the first GPU."""
     if not torch.cuda.is_available():
         raise UserError("--load_in_4bit needs a GPU that bitsandbytes supports: drop the flag")
+    if torch.cuda.device_count() > 1:
+        raise UserError("--load_in_4bit uses one GPU: set CUDA_VISIBLE_DEVICES=0")
     config = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

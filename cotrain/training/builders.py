@@ -152,7 +152,7 @@ def build_optimizer(
         tracker_options=TrackerOptions(**asdict(args.tracker)),
         folder=Path(training_args.output_dir),
     )
-    if hasattr(model, "peft_config"):
+    if hasattr(model, "peft_config") and args.dataset.lora_rank is not None and args.dataset.task is None:
         optimizer.tracker.schema += digest_weights(args.dataset)  # trainers with another schema are ignored
     return optimizer
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from cotrain.arguments import DatasetArguments, ModelArguments
 from cotrain.common.errors import UserError
+from cotrain.models import model as models
 from cotrain.models import pretrained
 from cotrain.models.adapters import activation_bytes, add_adapters
 from cotrain.models.model import enable_gradient_checkpointing, get_model_class, to_float
@@ -123,6 +124,14 @@ def test_checkpoint_of_a_monitor_without_the_base_is_the_trainers_model(prepared
     assert merged[f"{name}.weight"].allclose(stored[f"{name}.weight"].float() + 12 / 4 * two @ one, atol=1e-6)
 
 
+def test_monitor_of_a_large_base_needs_no_memory_for_it(prepared, monkeypatch):
+    monkeypatch.setattr(models.psutil, "virtual_memory", lambda: SimpleNamespace(total=100_000))
+    with pytest.raises(UserError, match="the weights of the model takes"):
+        load_task(arguments(prepared, "smollm2-135m", lora_rank=None))
+    task = load_task(arguments(prepared, "smollm2-135m"))
+    assert sum(p.numel() for p in build_initial_model(task, "run").parameters() if p.requires_grad) < 1_500_000
+
+
 def test_other_weights_have_another_digest(prepared, base, tmp_path):
     digest = digest_weights(arguments(prepared, base))
     resharded = make_base(tmp_path / "resharded", max_shard_size="50KB")
@@ -170,6 +179,7 @@ def test_all_is_read_from_one_commit(prepared, base, tmp_path, monkeypatch):
     (repository / "refs").mkdir()
     (repository / "refs/main").write_text("abc123", encoding="utf-8")
     args = arguments(prepared, "me/model", cache_dir=str(tmp_path / "cache"))
+    args.adopted = {"model_name_or_path"}
     assert args.from_pretrained
     model = build(args)
     assert args.model_revision == "abc123" and len(digest_weights(args)) == 16
