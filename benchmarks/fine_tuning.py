@@ -25,10 +25,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from cotrain.data.archive import file_sha256
 from cotrain.data.loading import load_datasets
 from cotrain.training.checkpoints import list_checkpoints
+from tests.support.launcher import Launcher
 from tests.support.peers import LOCAL, Script, Scripts, read_jsonl
 
 LENGTH, BATCH, TARGET, RANK, RATE = 128, 8, 64, 8, 3e-3
-PACES = 0.4, 0.9, 0.7, 1.6  # seconds of a micro-batch, of the trainers in the order of their start
+PACES = 0.7, 1.5, 1.2, 2.5  # seconds of a micro-batch, of the trainers in the order of their start
 
 
 def read_samples(folder: Path, split: str) -> torch.Tensor:
@@ -72,13 +73,15 @@ def make_base(folder: Path, data: Path) -> None:
     )  # fmt: skip
     torch.manual_seed(0)
     model = LlamaForCausalLM(config)
-    train(model, read_samples(data, "train"), 200, 32, 2e-3, seed=0)
+    train(model, read_samples(data, "train"), 150, 32, 2e-3, seed=0)
     model.save_pretrained(folder)
 
 
-def train_together(folder: Path, data: Path, base: Path, peers: int, seed: int, steps: int) -> tuple[float, int]:
+def train_together(
+    folder: Path, data: Path, base: Path, peers: int, seed: int, steps: int, launcher: Launcher
+) -> tuple[float, int]:
     """Let real trainers fine-tune the base; return the loss and the number of samples."""
-    scripts = Scripts(folder, data)
+    scripts = Scripts(folder, data, launcher=launcher)
     try:
         common = (
             "--run_id", f"seed-{seed}", "--model_name_or_path", base, "--lora_rank", RANK, "--optimizer", "adamw",
@@ -111,7 +114,7 @@ def main() -> None:
     parser.add_argument("--train_file", type=Path, required=True)
     parser.add_argument("--peers", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=16)
     args = parser.parse_args()
     text = args.train_file.read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as name:
@@ -122,7 +125,7 @@ def main() -> None:
             (folder / part / "text.txt").write_text(content, encoding="utf-8")
             options = ("--train_tokenizer", "--vocab_size", 4000)
             prepare(folder / part, options if part == "base" else ("--tokenizer", folder / "base/data/tokenizer"))
-        base, data = folder / "model", folder / "tuning/data"
+        base, data, launcher = folder / "model", folder / "tuning/data", Launcher(folder / "launcher.log")
         make_base(base, folder / "base/data")
         digest, validation = file_sha256(base / "model.safetensors"), read_samples(data, "validation")
         print(f"the base: {evaluate(AutoModelForCausalLM.from_pretrained(base), validation):.4f}")
@@ -130,7 +133,8 @@ def main() -> None:
             differences = []
             for seed in range(args.seeds):
                 (folder / f"{peers}-{seed}").mkdir()
-                loss, samples = train_together(folder / f"{peers}-{seed}", data, base, peers, seed, args.steps)
+                run_folder = folder / f"{peers}-{seed}"
+                loss, samples = train_together(run_folder, data, base, peers, seed, args.steps, launcher)
                 torch.manual_seed(seed)
                 options = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
                 alone = get_peft_model(AutoModelForCausalLM.from_pretrained(base), options)
@@ -143,6 +147,7 @@ def main() -> None:
                 error = statistics.stdev(differences) / math.sqrt(len(differences))
                 half_width = student.ppf(0.975, len(differences) - 1) * error
             print(f"{peers} trainers: {mean:+.2f} +- {half_width:.2f} %")
+        launcher.close()
         assert file_sha256(base / "model.safetensors") == digest, "the base has changed"
 
 
