@@ -95,7 +95,7 @@ def train_together(
         first.wait_for(r"Step #2\n", timeout=300)
         late = scripts.trainer("1", *common, *join, pace=PACES[1])
         late.wait_for("Averaged gradients with", timeout=300)
-        (others[0] if others else late).kill()
+        (others[0] if others else late).kill_all()
         if not others:
             late = scripts.trainer("1", *common, *join, pace=PACES[1])
         assert first.wait(timeout=1200) == 0, first.output
