@@ -296,6 +296,7 @@ class ModelArguments(Flags, group="Model and data"):
         None,
         "Fine-tune with adapters (LoRA) of this rank, such as 16, which implies --from_pretrained. The weights at "
         "--model_name_or_path stay as they are: see docs/fine-tuning.md",
+        at_most=1024,
     )
     lora_alpha: float | None = setting(None, "Scale of the adapters. Default: twice --lora_rank")
     lora_targets: str = setting("all-linear", "Layers with adapters: all-linear, or names such as q_proj,v_proj")
@@ -322,6 +323,8 @@ class ModelArguments(Flags, group="Model and data"):
     def __post_init__(self):
         super().__post_init__()
         self.from_pretrained |= self.lora_rank is not None
+        is_text = self.task is None or self.lora_rank is None
+        require(is_text, "--lora_rank is for language models: drop it, and use peft in the file of --task")
         if self.task is not None:
             require(Path(self.task).is_file(), f"--task: there is no file '{self.task}'; pass its path")
         if self.dataset_url is not None:

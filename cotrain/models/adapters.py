@@ -21,17 +21,21 @@ def add_adapters(base: PreTrainedModel, args: ModelArguments) -> PeftModel:
     :param base: with its weights; or on the meta device for a peer that computes nothing, whose adapters are zeros
     :raises UserError: if no layer matches --lora_targets
     """
-    name, targets = args.model_name_or_path, args.lora_targets
+    name, targets = args.model_name_or_path, [target.strip() for target in args.lora_targets.split(",")]
+    layers = [f".{layer}" for layer, _ in base.named_modules()]
+    for target in targets if targets != ["all-linear"] else ():
+        if not any(layer.endswith(f".{target}") for layer in layers):
+            raise UserError(f"--lora_targets: the model has no layer '{target}'; pass all-linear, or names of layers")
     options = LoraConfig(
         r=args.lora_rank,
         lora_alpha=args.lora_alpha or 2 * args.lora_rank,
-        target_modules=targets if targets == "all-linear" else targets.split(","),
+        target_modules="all-linear" if targets == ["all-linear"] else targets,
         task_type="CAUSAL_LM" if OBJECTIVES[get_objective(base.config)].is_causal else None,
     )
     try:
         model = get_peft_model(base, options)
     except ValueError as error:
-        raise UserError(f"--lora_targets {targets}: {first_line(error):.200}") from None
+        raise UserError(f"--lora_targets {args.lora_targets}: {first_line(error):.200}") from None
     # What a checkpoint of the adapters names: the way back to the base
     options.base_model_name_or_path = str(Path(name).resolve()) if Path(name).is_dir() else name
     options.revision = args.model_revision

@@ -11,6 +11,7 @@ import math
 import re
 from pathlib import Path
 
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 from transformers import CONFIG_MAPPING, PretrainedConfig, modeling_rope_utils
 from transformers.models.auto import modeling_auto
 
@@ -77,6 +78,8 @@ def read_fields(name: str, flag: str = "--model_name_or_path", **hub_options) ->
             fields, _ = PretrainedConfig.get_config_dict(name, **hub_options)
         model_type = fields["model_type"]
     except Exception as error:
+        if (refusal := find_refusal(error, name, hub_options)) is not None:
+            raise UserError(f"{flag}: {refusal}") from None
         remedy = "pass a config.json, a folder that has one, or one of "
         remedy += ", ".join(sorted(path.stem for path in CONFIGS.glob("*.json")))
         raise UserError(f"{flag}: no model configuration at '{name:.200}' ({first_line(error)}); {remedy}") from None
@@ -87,6 +90,21 @@ def read_fields(name: str, flag: str = "--model_name_or_path", **hub_options) ->
     if part is not None and isinstance(text, dict) and find_model_classes(part.model_type) == classes:
         model_type, fields = part.model_type, text  # as AutoModelForCausalLM does
     return {**_keep_fields(fields, CONFIG_MAPPING[model_type], flag), "model_type": model_type}
+
+
+def find_refusal(error: BaseException | None, name: str, hub_options: dict[str, object]) -> str | None:
+    """Return why the Hub refuses a repository, and the remedy, in one line; None if an error has another reason."""
+    while error is not None and not isinstance(error, RepositoryNotFoundError | RevisionNotFoundError):
+        error = error.__cause__ or error.__context__
+    if isinstance(error, GatedRepoError):
+        own = "" if hub_options.get("token") is None else f", and pass --model_name_or_path {name} yourself"
+        what = f"'{name}' is for people who have accepted its licence"
+        return f"{what}: accept its licence at https://huggingface.co/{name}, run `hf auth login`{own}"
+    if isinstance(error, RevisionNotFoundError):
+        return f"'{name}' has no revision {hub_options.get('revision')}: ask for its commit"
+    if error is not None:
+        return f"the Hub has no public repository '{name}': check the name, or run `hf auth login` for a private one"
+    return None
 
 
 def find_model_classes(model_type: str) -> dict[str, str]:

@@ -2,12 +2,12 @@
 
 import contextlib
 import hashlib
+import json
 import logging
 from pathlib import Path
 
 import torch
 from huggingface_hub import HfApi
-from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 from safetensors import safe_open
 from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
@@ -15,8 +15,9 @@ from transformers.utils import cached_file
 from cotrain.arguments import ModelArguments
 from cotrain.common.errors import UserError, first_line
 from cotrain.common.hosts import MAX_BYTES
-from cotrain.models.config import is_inline
-from cotrain.models.model import get_model_class, try_model
+from cotrain.models.config import find_refusal, is_inline
+from cotrain.models.model import get_model_class, get_objective, try_model
+from cotrain.models.objectives import OBJECTIVES
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +44,15 @@ def load_pretrained(config: PretrainedConfig, args: ModelArguments) -> PreTraine
     if args.load_in_4bit:
         options |= _quantize()
     try:
-        model = get_model_class(config).from_pretrained(name, config=config, **options)
+        model, info = get_model_class(config).from_pretrained(name, config=config, output_loading_info=True, **options)
     except Exception as error:
-        raise UserError(f"--from_pretrained: {_explain(error, args)}") from None
+        reason = (
+            find_refusal(error, name, args.hub_options) or f"no weights that fit at '{name}' ({first_line(error)})"
+        )
+        raise UserError(f"--from_pretrained: {reason}") from None
+    if args.lora_rank is not None and info["missing_keys"] and OBJECTIVES[get_objective(config)].is_causal:
+        missing = ", ".join(sorted(info["missing_keys"])[:3])
+        raise UserError(f"--lora_rank: the model at '{name}' lacks weights ({missing}): choose one with its head")
     return try_model(model if args.lora_rank is not None else model.to(torch.float32))
 
 
@@ -77,34 +84,24 @@ def _quantize() -> dict[str, object]:
     return {"quantization_config": config, "device_map": {"": 0}}
 
 
-def _explain(error: BaseException, args: ModelArguments) -> str:
-    """Return why weights cannot be loaded, and the remedy, in one line."""
-    name, cause = args.model_name_or_path, error
-    while cause is not None and not isinstance(cause, RepositoryNotFoundError | RevisionNotFoundError):
-        cause = cause.__cause__ or cause.__context__
-    if isinstance(cause, GatedRepoError):
-        remedy = f"accept its licence at https://huggingface.co/{name}, run `hf auth login`"
-        own = f", and pass --model_name_or_path {name} yourself" if "model_name_or_path" in args.adopted else ""
-        return f"'{name}' is for people who have accepted its licence: {remedy}{own}"
-    if isinstance(cause, RevisionNotFoundError):
-        return f"'{name}' has no revision {args.model_revision}: ask for its commit"
-    if isinstance(cause, RepositoryNotFoundError):
-        return f"the Hub has no public repository '{name}': check the name, or run `hf auth login` for a private one"
-    return f"no weights that fit at '{name}' ({first_line(error)})"
-
-
 def digest_weights(args: ModelArguments) -> str:
     """Return digits that tell other pretrained weights: of names, types, shapes and first elements of all tensors.
 
     Other files with the same tensors have the same digits. An 8-billion base takes seconds, since little is read.
+
+    :raises UserError: if there are none in safetensors
     """
     name, options = args.model_name_or_path, args.hub_options
     config = Path(name, "config.json") if Path(name).is_dir() else Path(cached_file(name, "config.json", **options))
-    tensors = {}
-    for path in config.parent.glob("model*.safetensors"):
+    index, files, tensors = config.with_name("model.safetensors.index.json"), {"model.safetensors"}, {}
+    if not config.with_name("model.safetensors").is_file() and index.is_file():
+        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    for path in filter(Path.is_file, map(config.with_name, files)):  # other precisions may lie beside them
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118  it is no dictionary
                 part = file.get_slice(key)
                 sample = file.get_tensor(key).flatten()[:SAMPLED].view(torch.uint8).numpy().tobytes()
                 tensors[key] = f"{part.get_dtype()} {part.get_shape()} {hashlib.sha256(sample).hexdigest()}"
+    if not tensors:
+        raise UserError(f"--lora_rank: '{name}' has no model.safetensors, or the parts that its index names")
     return hashlib.sha256(repr(sorted(tensors.items())).encode()).hexdigest()[:16]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from cotrain.models.config import is_published_name
 from cotrain.models.model import get_model_class
 from cotrain.monitoring.contributors import Contributors, build_table
 from cotrain.status.status import plural
@@ -34,7 +35,10 @@ def build_card_data(metadata: CardMetadata) -> ModelCardData:
         pipeline_tag = "text-generation" if task.objective.is_causal else "fill-mask"
         tags, of_text = [*tags, task.config.model_type], {"library_name": "transformers", "pipeline_tag": pipeline_tag}
         if task.args.lora_rank is not None:
-            of_text |= {"library_name": "peft", "base_model": task.args.model_name_or_path}
+            base = (
+                {"base_model": task.args.model_name_or_path} if is_published_name(task.args.model_name_or_path) else {}
+            )
+            of_text |= {"library_name": "peft", **base}
     return ModelCardData(language=metadata.language, license=metadata.license, tags=tags, **of_text)
 
 
@@ -49,7 +53,9 @@ load_model(model, "model.safetensors")"""
         return "the model of a task of its own", code
     model_class = get_model_class(task.config).__name__
     if task.args.lora_rank is not None:
-        base, revision = task.args.model_name_or_path, task.args.model_revision or "unknown"
+        base, revision = task.args.model_name_or_path, task.args.model_revision or "main"
+        if not is_published_name(base):
+            base = "FOLDER OF THE BASE"
         code = f"""from peft import PeftModel
 from transformers import {model_class}, AutoTokenizer
 

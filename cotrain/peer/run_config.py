@@ -72,7 +72,8 @@ class RunConfig:
         """
         settings = {name: stated[name] for name in sorted(SETTINGS & stated.keys())}
         if (model := settings.get("model_name_or_path")) is not None:
-            is_folder = settings.get("from_pretrained", False) and not is_published_name(model)
+            is_pretrained = settings.get("from_pretrained", False) or settings.get("lora_rank") is not None
+            is_folder = is_pretrained and not is_published_name(model)
             model = settings["model_name_or_path"] = None if is_folder else to_published_model(model)
         check_safe(settings)
         text = json.dumps({"protocol": PROTOCOL, "time": run_time(), "settings": settings}, separators=(",", ":"))

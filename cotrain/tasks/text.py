@@ -140,6 +140,7 @@ class TextTask(Task):
     def save_pretrained(self, model: PreTrainedModel, folder: Path) -> None:
         # For embeddings that were resized, which these are not, peft asks the Hub.
         model.save_pretrained(folder, **({} if self.args.lora_rank is None else {"save_embedding_layers": False}))
+        (folder / "README.md").unlink(missing_ok=True)  # peft's form to fill in
         self.tokenizer.save_pretrained(folder)
 
 

@@ -32,7 +32,7 @@ from cotrain.data.manifest import Manifest
 from cotrain.data.sampler import PeerSampler
 from cotrain.dht.run_records import record_schemas
 from cotrain.models.adapters import activation_bytes
-from cotrain.models.model import find_device
+from cotrain.models.model import enable_gradient_checkpointing, find_device
 from cotrain.peer.addresses import peer_id_in
 from cotrain.peer.peer import open_peer
 from cotrain.peer.run_config import adopt_run_config
@@ -194,15 +194,22 @@ class Sizes:
 
 def plan_adapters(args: TrainerArguments) -> Sizes:
     """Compute what fine-tuning with adapters needs, before the weights of the base are downloaded."""
-    model = load_task(args.dataset).build_model()
+    model, base_path = load_task(args.dataset).build_model().train(), Path(args.dataset.model_name_or_path)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     base = [parameter for parameter in model.parameters() if parameter.is_meta]
     frozen = args.dataset.bytes_of_frozen * sum(parameter.numel() for parameter in base)
+    if base_path.is_dir() and not args.dataset.load_in_4bit:  # the base may be in float32
+        frozen = float(sum(file.stat().st_size for file in base_path.glob("model*.safetensors"))) or frozen
     for parameter in base:
         parameter.data = parameter.data.bfloat16()
+    if args.training.gradient_checkpointing:
+        enable_gradient_checkpointing(model)
     length, size = Manifest.load(args.dataset.dataset_path).max_seq_length, args.training.per_device_train_batch_size
-    activations = activation_bytes(model.to("meta"), size, length)
-    text = f": {frozen / 1e9:.1f} for the base, {activations / 1e9:.1f} for {size} x {length:,} tokens"
+    activations, shown = 0.0, "?"
+    with suppress(Exception):  # experts do not run without weights
+        activations = activation_bytes(model.to("meta"), size, length)
+        shown = f"{activations / 1e9:.1f}"
+    text = f": {frozen / 1e9:.1f} for the base, {shown} for {size} x {length:,} tokens"
     return Sizes(trained, frozen, activations, f"{text}, the rest for {trained / 1e6:,.1f} million trained parameters")
 
 

@@ -5,6 +5,7 @@ Checkpoints may come from strangers: weights are read from safetensors only, and
 
 from pathlib import Path
 
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.common.errors import UserError, first_line
@@ -38,10 +39,16 @@ def load_checkpoint(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerB
     tokenizer = load_tokenizer(str(folder), flag="CHECKPOINT", remedy=_REMEDY)
     source, options = str(folder), {}
     if (folder / ADAPTERS).is_file():
-        from peft import PeftConfig, PeftModel  # seconds
+        from peft import LoraConfig, PeftModel, get_peft_model_state_dict  # seconds
 
-        adapters = PeftConfig.from_pretrained(folder)
-        source, options = adapters.base_model_name_or_path, {"revision": adapters.revision, "dtype": "auto"}
+        try:
+            adapters = LoraConfig.from_pretrained(folder)
+            source, options = adapters.base_model_name_or_path, {"revision": adapters.revision, "dtype": "auto"}
+            names = set(load_file(folder / "adapter_model.safetensors"))
+            if not (isinstance(adapters, LoraConfig) and isinstance(source, str)):
+                raise ValueError("they are of another kind, or name no base model")
+        except Exception as error:
+            raise UserError(f"CHECKPOINT: the adapters in '{folder}' cannot be read ({first_line(error)})") from None
     config = read_config(source, flag="CHECKPOINT", **options)
     set_objective(config, tokenizer)
     auto_class = AutoModelForCausalLM if OBJECTIVES[get_objective(config)].is_causal else AutoModelForMaskedLM
@@ -51,6 +58,8 @@ def load_checkpoint(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerB
         )
         if options:
             model = PeftModel.from_pretrained(model, folder)
+            if names != set(get_peft_model_state_dict(model)):
+                raise ValueError("adapters are missing")
     except Exception as error:
         reason = first_line(error)
         raise UserError(f"CHECKPOINT: the weights of '{folder}' cannot be read ({reason}); {_REMEDY}") from None

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,8 +11,8 @@ import pytest
 import torch
 from huggingface_hub.errors import GatedRepoError, RevisionNotFoundError
 from peft import AutoPeftModelForCausalLM
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel, PretrainedConfig
 
 from cotrain.arguments import DatasetArguments, ModelArguments
 from cotrain.common.errors import UserError
@@ -136,6 +137,7 @@ def test_other_weights_have_another_digest(prepared, base, tmp_path):
     digest = digest_weights(arguments(prepared, base))
     resharded = make_base(tmp_path / "resharded", max_shard_size="50KB")
     assert len(list(resharded.glob("*.safetensors"))) > 2
+    save_file({"x": torch.zeros(1)}, resharded / "model.fp16.safetensors")  # another precision, downloaded before
     assert digest_weights(arguments(prepared, resharded)) == digest
     assert digest_weights(arguments(prepared, make_base(tmp_path / "other", seed=1))) != digest
 
@@ -215,14 +217,34 @@ def test_hub_says_in_one_line_why_weights_are_not_given(prepared, base, monkeypa
     args.adopted = {"model_name_or_path"}
     monkeypatch.setattr(pretrained, "_announce_size", lambda _args: None)
     monkeypatch.setattr(get_model_class(config), "from_pretrained", fail)
-    with pytest.raises(UserError, match=line) as refused:
-        load_pretrained(config, args)
-    assert "\n" not in str(refused.value)
+    monkeypatch.setattr(PretrainedConfig, "get_config_dict", fail)
+    for ask in (partial(load_pretrained, config, args), partial(load_task, args)):
+        with pytest.raises(UserError, match=line) as refused:
+            ask()
+        assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"peft_type": "FOO"}', '{"peft_type": "LORA"}', "weights"])
+def test_adapters_of_a_stranger_are_refused_in_one_line(prepared, base, tmp_path, content):
+    args = arguments(prepared, base)
+    load_task(args).save_pretrained(build(args), tmp_path / "checkpoint")
+    assert not (tmp_path / "checkpoint/README.md").exists()
+    if content == "weights":
+        save_file({}, tmp_path / "checkpoint/adapter_model.safetensors")
+    else:
+        (tmp_path / "checkpoint/adapter_config.json").write_text(content, encoding="utf-8")
+    with pytest.raises(UserError, match="CHECKPOINT: the (adapters in|weights of) '.*' cannot be read"):
+        load_checkpoint(tmp_path / "checkpoint")
 
 
 def test_wrong_flags_are_refused(prepared, base):
-    with pytest.raises(UserError, match="--lora_targets q_prj: "):
-        build(arguments(prepared, base, lora_targets="q_prj"))
+    with pytest.raises(UserError, match="--lora_targets: the model has no layer 'v_prj'; pass"):
+        build(arguments(prepared, base, lora_targets="q_proj, v_prj"))
+    with pytest.raises(UserError, match="--lora_rank is for language models"):
+        arguments(prepared, base, task=__file__)
+    LlamaModel.from_pretrained(base).save_pretrained(base)
+    with pytest.raises(UserError, match=r"--lora_rank: the model at .* lacks weights \(lm_head.weight\)"):
+        build(arguments(prepared, base))
     with pytest.raises(UserError, match="--load_in_4bit also needs --lora_rank"):
         arguments(prepared, base, lora_rank=None, load_in_4bit=True)
     if not torch.cuda.is_available():
