@@ -32,7 +32,7 @@ from cotrain.data.manifest import Manifest
 from cotrain.data.sampler import PeerSampler
 from cotrain.dht.run_records import record_schemas
 from cotrain.models.adapters import activation_bytes
-from cotrain.models.model import enable_gradient_checkpointing, find_device
+from cotrain.models.model import find_device
 from cotrain.peer.addresses import peer_id_in
 from cotrain.peer.peer import open_peer
 from cotrain.peer.run_config import adopt_run_config
@@ -202,12 +202,13 @@ def plan_adapters(args: TrainerArguments) -> Sizes:
         frozen = float(sum(file.stat().st_size for file in base_path.glob("model*.safetensors"))) or frozen
     for parameter in base:
         parameter.data = parameter.data.bfloat16()
-    if args.training.gradient_checkpointing:
-        enable_gradient_checkpointing(model)
     length, size = Manifest.load(args.dataset.dataset_path).max_seq_length, args.training.per_device_train_batch_size
     activations, shown = 0.0, "?"
     with suppress(Exception):  # experts do not run without weights
-        activations = activation_bytes(model.to("meta"), size, length)
+        activations, config = activation_bytes(model.to("meta"), size, length), model.config.get_text_config()
+        if args.training.gradient_checkpointing:  # those of one layer, what goes into each, and twice the logits
+            kept = 2 * config.num_hidden_layers * config.hidden_size + 8 * config.vocab_size
+            activations = activations / config.num_hidden_layers + size * length * kept
         shown = f"{activations / 1e9:.1f}"
     text = f": {frozen / 1e9:.1f} for the base, {shown} for {size} x {length:,} tokens"
     return Sizes(trained, frozen, activations, f"{text}, the rest for {trained / 1e6:,.1f} million trained parameters")
