@@ -339,7 +339,8 @@ class ModelArguments(Flags, group="Model and data"):
     @property
     def hub_options(self) -> dict[str, object]:
         """Options of transformers for files on the Hub, with less trust in a repository that the run has chosen."""
-        own = {"cache_dir": self.cache_dir, "trust_remote_code": False, "revision": self.model_revision}
+        own = {"cache_dir": self.cache_dir, "trust_remote_code": False}
+        own |= {} if self.model_revision is None else {"revision": self.model_revision}
         return own | ({"token": False, "use_safetensors": True} if "model_name_or_path" in self.adopted else {})
 
     @property

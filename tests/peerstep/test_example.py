@@ -34,7 +34,7 @@ def test_example_trains_with_a_slower_and_later_peer(tmp_path):
         address = wait_until(lambda: re.search(r"/ip4/127.0.0.1/tcp/\S+(?=\n)", text("fast")), 120, "the address")[0]
         peers.append(start("slow", address))
         for name in ("fast", "slow"):
-            wait_until(lambda name=name: text(name).count("averaged") > 1, 120, f"averages of the {name} peer")
+            wait_until(lambda name=name: text(name).count("averaged") > 1, 300, f"averages of the {name} peer")
     finally:
         for peer in peers:
             peer.terminate()
