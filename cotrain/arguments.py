@@ -388,7 +388,6 @@ class DatasetArguments(ModelArguments):
     load_in_4bit: bool = flag(
         False, "With --lora_rank: keep the base model in 4 bits, on a GPU, with bitsandbytes (pip install it first)"
     )
-
     data_cache: str = flag(
         "2GB",
         "Size on disk of the shards to keep, if the data is in shards: those in use, and as many of the next as fit",

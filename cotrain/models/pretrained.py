@@ -21,7 +21,7 @@ from cotrain.models.objectives import OBJECTIVES
 
 logger = logging.getLogger(__name__)
 
-SAMPLED = 1024  # elements at the begin of each tensor that the digest covers
+SAMPLED = 1024  # elements at the beginning of each tensor that the digest covers
 
 
 def load_pretrained(config: PretrainedConfig, args: ModelArguments) -> PreTrainedModel:

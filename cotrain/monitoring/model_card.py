@@ -35,10 +35,8 @@ def build_card_data(metadata: CardMetadata) -> ModelCardData:
         pipeline_tag = "text-generation" if task.objective.is_causal else "fill-mask"
         tags, of_text = [*tags, task.config.model_type], {"library_name": "transformers", "pipeline_tag": pipeline_tag}
         if task.args.lora_rank is not None:
-            base = (
-                {"base_model": task.args.model_name_or_path} if is_published_name(task.args.model_name_or_path) else {}
-            )
-            of_text |= {"library_name": "peft", **base}
+            base = task.args.model_name_or_path
+            of_text |= {"library_name": "peft", "base_model": base if is_published_name(base) else None}
     return ModelCardData(language=metadata.language, license=metadata.license, tags=tags, **of_text)
 
 

@@ -19,6 +19,7 @@ from cotrain.data.shards import ShardedSamples
 from cotrain.data.tokenizers import load_tokenizer
 from cotrain.models.model import build_without_weights, get_objective, initialize_model, load_config, max_tokens
 from cotrain.models.objectives import OBJECTIVES
+from cotrain.models.pretrained import load_pretrained
 from cotrain.task import Metric, Task
 
 Batch = dict[str, torch.Tensor]
@@ -49,12 +50,10 @@ class TextTask(Task):
             tokenizer.pad_token = tokenizer.eos_token  # any token works: padding is neither attended to nor predicted
 
     def build_model(self) -> PreTrainedModel:
-        from cotrain.models.pretrained import load_pretrained  # of both imports, peft takes seconds
-
         if self.args.lora_rank is None:
             model = load_pretrained(self.config, self.args) if self.has_weights else initialize_model(self.config)
         else:
-            from cotrain.models.adapters import add_adapters
+            from cotrain.models.adapters import add_adapters  # seconds, for peft
 
             build = partial(load_pretrained, args=self.args) if self.has_weights else build_without_weights
             model = add_adapters(build(self.config), self.args)
@@ -104,7 +103,7 @@ class TextTask(Task):
             rows = [part for row in rows for part in row.tensor_split(row[:, 2].nonzero().flatten()[1:])]
         ids, answers, starts = pad_sequence(rows, batch_first=True, padding_value=-1).unbind(dim=-1)
         batch = {"input_ids": ids.clamp(min=0), "labels": ids.masked_fill(answers != 1, -100)}
-        if self.is_packed:  # each token of the padding is a conversation of its own
+        if self.is_packed:  # each padding token becomes a separate conversation
             positions = torch.arange(ids.shape[1])
             batch["position_ids"] = positions - (positions * (starts != 0)).cummax(dim=1).values
         return batch

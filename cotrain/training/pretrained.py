@@ -5,7 +5,7 @@ Checkpoints may come from strangers: weights are read from safetensors only, and
 
 from pathlib import Path
 
-from safetensors.torch import load_file
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.common.errors import UserError, first_line
@@ -44,7 +44,8 @@ def load_checkpoint(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerB
         try:
             adapters = LoraConfig.from_pretrained(folder)
             source, options = adapters.base_model_name_or_path, {"revision": adapters.revision, "dtype": "auto"}
-            names = set(load_file(folder / "adapter_model.safetensors"))
+            with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+                names = set(file.keys())
             if not (isinstance(adapters, LoraConfig) and isinstance(source, str)):
                 raise ValueError("they are of another kind, or name no base model")
         except Exception as error:

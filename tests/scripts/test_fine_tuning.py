@@ -15,7 +15,7 @@ SETTINGS = ("--lora_rank", 4, "--optimizer", "adamw", "--adam_epsilon", 1e-8, "-
 
 
 def test_unequal_peers_fine_tune_one_base(tmp_path, launcher):
-    """The second trainer comes later, is slower, has a training loop of its own, and is killed and started again."""
+    """The second trainer comes later, is slower, has another training loop, and is killed and started again."""
     prepare_data(tmp_path / "data", "clm", VOCAB_SIZE, launcher=launcher)
     base, other = make_base(tmp_path / "base"), make_base(tmp_path / "other", seed=1)
     before = file_sha256(base / "model.safetensors")

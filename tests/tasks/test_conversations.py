@@ -78,7 +78,7 @@ def test_a_base_model_with_adapters_is_tried_too():
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu", "meta"} and not task.is_packed
     task.has_weights = True
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cotrain.models.pretrained.load_pretrained", lambda config, args: initialize_model(config))
+        patch.setattr("cotrain.tasks.text.load_pretrained", lambda config, args: initialize_model(config))
         model = task.build_model()
     assert task.is_packed and task.compute_loss(model, task.collate(list(samples))) > 0
 
