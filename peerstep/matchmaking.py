@@ -88,6 +88,7 @@ class RosterEntry:
     peer_id: PeerID
     is_client: bool  # it accepts no connections, and so cannot lead
     is_established: bool  # it has completed a step of the run, so that other peers know it
+    is_away: bool = False  # it says that nobody is to wait for it; it may ask nevertheless
 
 
 @dataclass
@@ -225,7 +226,8 @@ class StepMatchmaking(Matchmaking):
                 self._search = None
 
     def _on_group(self, group: GroupInfo, search: Search) -> None:
-        missed = self.roster.keys() - {*group.peer_ids, self.peer_id}
+        present = {peer_id for peer_id, entry in self.roster.items() if not entry.is_away}
+        missed = present - {*group.peer_ids, self.peer_id}
         reasons = {peer_id: reason for peer_id, (_, reason) in search.failures.items()}
         reasons |= {peer_id: "banned" for peer_id in missed if peer_id in self._banned}
         self.missed = {peer_id: reasons.get(peer_id, "did not ask to join") for peer_id in missed}
@@ -240,7 +242,7 @@ class StepMatchmaking(Matchmaking):
             for entry in self.roster.values()
             if not (entry.is_client or entry.peer_id in self._banned or entry.peer_id in self._spared)
         ]
-        established = [entry for entry in nodes if entry.is_established]
+        established = [entry for entry in nodes if entry.is_established and not entry.is_away]
         step = search.control.step
         return sorted((entry.peer_id for entry in established or nodes), key=lambda peer_id: rank(step, peer_id))
 
@@ -282,8 +284,9 @@ class StepMatchmaking(Matchmaking):
         """Return the peers of the roster that the leader waits for."""
         return {
             peer_id
-            for peer_id in self.roster
+            for peer_id, entry in self.roster.items()
             if peer_id != self.peer_id
+            and not entry.is_away
             and peer_id not in self._banned
             and peer_id not in search.failures
             and self._absences[peer_id] < MAX_ABSENCES

@@ -26,6 +26,7 @@ from peerstep.compression import COMPRESSIONS, build_state_compression
 from peerstep.coordinator import Outcome, RoundCoordinator, StepRecord
 from peerstep.history import add_mark, different_marks
 from peerstep.local_updates import LocalTraining, LocalUpdates, step_builders
+from peerstep.matchmaking import MAX_ABSENCES
 from peerstep.optimizer_state import OptimizerBuilder, SchedulerBuilder, constant_schedule
 from peerstep.pace import Pace
 from peerstep.progress import WARN_SECONDS, ProgressTracker, TrackerOptions
@@ -391,9 +392,14 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         if result.outcome != Outcome.ALONE:
             self.pace.rounds.append((averaged, averaged - loaded, result.received == 1 and not result.missed))
         self._log_round(step, samples, result, seconds)
+        missed = self._num_skippable()  # the report starts the reads anew that show it
         self._report_step()
         if result.outcome != Outcome.FAILED:
             self.share_state()
+        if self._num_failures >= MAX_ABSENCES and self.tracker.is_begun_elsewhere(self.local_epoch + missed + 1):
+            missed += 1  # nobody waits for this peer: it would be late for each round, but can ask ahead of one
+        if missed > 0:
+            self._skip(missed)
 
     def _report_step(self) -> None:
         """Report the step that this peer is at, the samples for the next one, and its standing."""
@@ -467,8 +473,8 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         self.distance += 1
         if self._num_failures == MAX_FAILURES:
             logger.warning(
-                f"This peer has missed {MAX_FAILURES} rounds in a row: it reaches the DHT, but no trainer that leads "
-                "a round. See docs/networking.md. It keeps trying, and the others do not wait for it"
+                f"This peer has missed {MAX_FAILURES} rounds in a row: it is too late, or reaches no trainer that "
+                "leads one. See docs/networking.md. It keeps trying, and the others do not wait for it"
             )
         if self.distance > LACKING and self.accumulator.ages:
             logger.warning(f"Missed the round of step #{step} as well: dropped {samples} samples that are too old")

@@ -230,8 +230,15 @@ class ProgressTracker(threading.Thread):
 
     def roster(self, step: int) -> list[RosterEntry]:
         """Return the peers that may take part in the round of a step, including this peer."""
-        peers = [self.local_progress, *(p for p in self.side if step - 1 <= p.epoch <= step and p.completed < step)]
-        return [RosterEntry(PeerID(p.peer_id), p.client_mode, p.completed >= step - 1 > 0) for p in peers]
+        own = self.local_progress
+        others = (p for p in self.live_trainers if not p.position.is_apart_from(own.position))
+        peers = [own, *(p for p in others if step - 1 <= p.epoch <= step and p.completed < step)]
+        return [RosterEntry(PeerID(p.peer_id), p.client_mode, p.completed >= step - 1 > 0, p.away) for p in peers]
+
+    def is_begun_elsewhere(self, step: int) -> bool:
+        """Whether at least half of the other live trainers of this history have begun the round of a step."""
+        others = self.contributing
+        return 0 < len(others) <= 2 * sum(progress.epoch >= step for progress in others)
 
     def is_done_elsewhere(self, step: int) -> bool:
         """Whether more than half of the other live trainers of this history have completed a step."""
@@ -288,8 +295,7 @@ class ProgressTracker(threading.Thread):
         seconds = self.estimate()[1]
         if time.monotonic() < self._completed_at + hold:
             return max(self.args.min_refresh_period, seconds)
-        have_begun = sum(progress.epoch >= step for progress in others)
-        return 0.0 if others and have_begun * 2 >= len(others) else seconds
+        return 0.0 if self.is_begun_elsewhere(step) else seconds
 
     def refresh_in(self, seconds: float) -> None:
         """Schedule a read of the other peers' progress in `seconds`, unless an earlier one is scheduled."""

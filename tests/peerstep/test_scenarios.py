@@ -7,8 +7,9 @@ from collections.abc import Collection
 
 import pytest
 
-from peerstep import rounds, uplink
+from peerstep import matchmaking, rounds, uplink
 from peerstep.history import MAX_DIFFERENT, different_marks
+from tests.support import simulated_network
 from tests.support.scenario import BATCH, Peer, Scenario
 
 pytestmark = pytest.mark.peers  # simulated ones, which take 10 seconds each
@@ -138,6 +139,33 @@ def test_trainer_that_reaches_only_the_dht_disturbs_nobody_and_is_repaired():
         scenario.heal()
         scenario.unite()
         assert not any(peer.downloads for peer in others)
+
+
+def test_trainer_that_nobody_reached_for_a_long_time_returns():
+    """Its reports are of the run, although it has been in no roster for longer than a stranger is remembered."""
+    with Scenario(6, target_batch_size=120) as scenario:
+        others, lone = add_trainers(scenario, 3), scenario.add(speed=1.5)
+        scenario.reach(2)
+        scenario.cut(lone, *others)
+        scenario.wait(matchmaking.KNOWN_SECONDS + 60.0)
+        scenario.heal()
+        since = len(lone.rounds)
+        scenario.wait_until(lambda: "averaged" in lone.outcomes()[since:], 40.0)
+
+
+@pytest.mark.parametrize("seed", [1, 3])
+def test_trainer_that_was_late_for_short_rounds_is_in_time_again(seed, monkeypatch):
+    """Nobody waits for who has missed two rounds, and a step takes less time than to see that a round is over."""
+    monkeypatch.setattr(simulated_network, "DHT_SECONDS", 0.4)
+    with Scenario(seed, factor=10.0, target_batch_size=24, matchmaking_time=4.0) as scenario:
+        others, late = [scenario.add(speed=speed) for speed in (3.0, 3.5)], scenario.add(speed=2.0, uplink=5000.0)
+        scenario.reach(4)
+        late.freeze()
+        scenario.wait(10.0)
+        late.thaw()
+        since = len(late.rounds)
+        scenario.wait_until(lambda: late.outcomes()[since:].count("averaged") >= 3, 20.0)
+        assert took_steps_with(others, 3, since=late.step - 2), scenario.describe()
 
 
 @pytest.mark.parametrize("seed", [18, 19])

@@ -71,7 +71,7 @@ def test_example_reaches_the_accuracy_of_one_process(scripts):
     monitor = scripts.start("run_training_monitor.py", "--no_store_checkpoints", "--run_id", "digits", "--host_maddrs",
                             LOCAL, "--refresh_period", 1.0, log="monitor")  # fmt: skip
     first = scripts.start(EXAMPLE, monitor.address, log="first")
-    first.wait_for("Local step 1:")
+    first.wait_for(r"Step #1\b")  # before it, the second would start with the initial weights, too
     second = scripts.start(ALTERED, EXAMPLE, monitor.address, log="second", env={"PACE": "0.05"})
     second.wait_for(r"Joined the collaboration at step #[1-9]")
     wait_until(lambda: averaged(second) >= 2, 120, "two steps of both peers")
