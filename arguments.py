@@ -4,6 +4,7 @@ The flags of a single script are in that script.
 """
 
 from cotrain.arguments import (
+    BASE_FOLDER,
     DATASET_FOLDERS,
     TRAINER_ARGUMENTS,
     BaseTrainingArguments,

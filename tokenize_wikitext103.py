@@ -27,7 +27,7 @@ from typing import Literal
 
 from tqdm.auto import tqdm
 
-from arguments import DATASET_FOLDERS, parse_size
+from arguments import BASE_FOLDER, DATASET_FOLDERS, parse_size
 from cotrain.common.errors import run_script
 from cotrain.common.flags import ArgumentsError, Flags, flag, require, require_apart
 from cotrain.data.corpus import Corpus, open_corpus, read_corpus
@@ -92,6 +92,7 @@ class TokenizationArguments(Flags, group="Tokenization"):
     tokenizer_path: str = flag("data/tokenizer", "Folder for the tokenizer")
     cache_dir: str | None = flag("data/cache", "Folder for downloads and intermediate files")
     archive: str | None = flag(None, "Also pack dataset, tokenizer and manifest into this .tar.gz for hosting")
+    base: str | None = flag(None, "Folder with a pretrained model to add to --archive, as data/model")
     shard_size: str | None = flag(
         None,
         "For data above 1 GB: write the training text as shards beside --archive, which lists them. A shard takes "
@@ -127,6 +128,10 @@ class TokenizationArguments(Flags, group="Tokenization"):
             require(has_name, "--shard_size needs --archive with a file name of letters, digits, '.', '_' and '-'")
         if self.archive is not None and not self.archive.endswith((".tar.gz", ".tgz")):
             raise ArgumentsError(f"--archive {self.archive}: it is compressed; pass a name that ends in .tar.gz")
+        if self.base is not None:
+            require(self.archive is not None, "--base also needs --archive")
+            is_base = any(Path(self.base).glob("model*.safetensors")) and Path(self.base, "config.json").is_file()
+            require(is_base, f"--base: there is no model with config.json and model.safetensors in '{self.base}'")
         if self.dataset_config_name is None and self.dataset_name.endswith("wikitext"):
             self.dataset_config_name = "wikitext-103-v1"
         if self.dataset_name in ("bookcorpus", "bookcorpus/bookcorpus"):
@@ -151,6 +156,7 @@ def main() -> None:
     if args.archive is not None:
         # With these names trainers find the folders if the archive is unpacked in the project's folder.
         folders = {DATASET: Path(args.output_path), TOKENIZER: Path(args.tokenizer_path)}
+        folders |= {} if args.base is None else {BASE_FOLDER: Path(args.base)}
         print(f"Archive {args.archive}, SHA-256 {write_archive(Path(args.archive), folders)}")
         if Path(args.archive).stat().st_size > LARGE:
             print("Volunteers download all of it before they begin; --shard_size 256MB lets them begin with a part")

@@ -31,6 +31,7 @@ from cotrain.common.flags import (
 
 # Of prepared data. The second is for WikiText and ALBERT, as in hivemind's example; older versions used it for all.
 DATASET_FOLDERS = ("data/tokenized", "data/albert_tokenized_wikitext")
+BASE_FOLDER = "data/model"  # of pretrained weights in the archive of the data
 
 Compression = Literal["none", "float16", "scaled_float16"]
 GradientCompression = Literal[Compression, "blockwise8", "blockwise4", "topk"]
@@ -283,7 +284,7 @@ class ModelArguments(Flags, group="Model and data"):
         "albert-large-v2",
         "A causal or masked language model of transformers: a config.json, a folder that has one, or a name on the "
         "Hugging Face Hub. Built in: albert-large-v2, albert-tiny, bert-base-uncased, roberta-base, "
-        "distilbert-base-uncased, modernbert-base, gpt2, smollm2-135m",
+        "distilbert-base-uncased, modernbert-base, gpt2, smollm2-135m. data/model: that in --dataset_url",
         aliases=["--config_path"],
     )
     from_pretrained: bool = setting(

@@ -6,11 +6,8 @@ import inspect
 import logging
 import os
 import shutil
-import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -22,7 +19,7 @@ from cotrain.common import diagnosis
 from peerstep.processes import guard_children, keep_memory_shared
 from tests.support.launcher import Launcher
 from tests.support.namespaces import Internet, why_unavailable
-from tests.support.peers import Scripts, prepare_data
+from tests.support.peers import Scripts, prepare_data, served
 
 # A test that asks for one of these starts peers, or other programs that spend more than a CPU second. Others are
 # marked one by one.
@@ -156,11 +153,8 @@ def dataset_url(data, tmp_path) -> Iterator[str]:
 
     (tmp_path / "www").mkdir()
     write_archive(tmp_path / "www" / "data.tar.gz", {DATASET: data / "dataset", TOKENIZER: data / "tokenizer"})
-    handler = partial(SimpleHTTPRequestHandler, directory=tmp_path / "www")
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/data.tar.gz"
-        server.shutdown()
+    with served(tmp_path / "www") as address:
+        yield f"{address}/data.tar.gz"
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from pathlib import Path
 from tqdm.auto import tqdm
 from tqdm.utils import CallbackIOWrapper
 
-from cotrain.arguments import DATASET_FOLDERS
+from cotrain.arguments import BASE_FOLDER, DATASET_FOLDERS
 from cotrain.common.atomic_files import new_file
 from cotrain.common.errors import UserError
 
@@ -23,6 +23,7 @@ from cotrain.common.errors import UserError
 _LAYOUT = {
     DATASET: re.compile(r"(manifest|dataset_dict)\.json|(train|validation)/\w[\w.-]{0,99}\.(arrow|json)", re.ASCII),
     TOKENIZER: re.compile(r"\w[\w.-]{0,99}\.(json|model|txt|jinja)", re.ASCII),  # no code
+    BASE_FOLDER: re.compile(r"(generation_)?config\.json|model[\w.-]{0,99}\.(safetensors|json)", re.ASCII),
 }
 
 # Bounds against decompression bombs. WikiText-103 compresses to a quarter, repetitive text to less.
@@ -41,12 +42,12 @@ class ArchiveError(UserError):
 
 
 def write_archive(path: Path, folders: dict[str, Path]) -> str:
-    """Pack folders (name in the archive -> folder on disk) into a .tar.gz, and return its SHA-256."""
+    """Pack the data in folders (name in the archive -> folder on disk) into a .tar.gz, and return its SHA-256."""
     files = sorted(
         (f"{name}/{file.relative_to(folder).as_posix()}", file)
         for name, folder in folders.items()
         for file in folder.rglob("*")
-        if file.is_file()
+        if file.is_file() and _LAYOUT[name].fullmatch(file.relative_to(folder).as_posix())
     )
     num_bytes = sum(file.stat().st_size for _, file in files)
     with (

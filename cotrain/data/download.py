@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 from urllib3.util import parse_url
 
-from cotrain.arguments import DatasetArguments, ModelArguments
+from cotrain.arguments import BASE_FOLDER, DatasetArguments, ModelArguments
 from cotrain.common.atomic_files import check_target, make_parent, new_file, new_folder
 from cotrain.common.errors import TemporaryError, UserError, first_line
 from cotrain.common.hosts import MAX_BYTES, GuardedAdapter
@@ -37,7 +37,7 @@ MAX_TRIES = 100  # in total, even if each attempt receives some bytes
 TEMPORARY_TROUBLE = {408, 425, 429, 500, 502, 503, 504}
 
 # The file that marks a folder as complete, and the file with the SHA-256 of the archive that a dataset is from.
-_MARKS = {DATASET: "manifest.json", TOKENIZER: "tokenizer_config.json"}
+_MARKS = {DATASET: "manifest.json", TOKENIZER: "tokenizer_config.json", BASE_FOLDER: "config.json"}
 RECEIPT = "archive.sha256"
 
 
@@ -46,7 +46,7 @@ class TransientError(Exception):
 
 
 def fetch_data(args: ModelArguments, disable_tqdm: bool = False) -> None:
-    """Download the dataset and the tokenizer from --dataset_url unless they exist. Existing folders are not changed.
+    """Download dataset, tokenizer and BASE_FOLDER from --dataset_url unless they exist. Folders are not changed.
 
     :param args: without a path for the dataset, which a monitor does not need, only the tokenizer is unpacked
     :raises UserError: if they are not available
@@ -77,8 +77,8 @@ def _find_missing(args: ModelArguments) -> dict[str, Path]:
     :raises UserError: if a path is occupied by something else, or the existing data is from another archive
     """
     missing = {}
-    for name, flag in ((DATASET, "dataset_path"), (TOKENIZER, "tokenizer_path")):
-        if getattr(args, flag) is None:
+    for name, flag in ((DATASET, "dataset_path"), (TOKENIZER, "tokenizer_path"), (BASE_FOLDER, "model_name_or_path")):
+        if getattr(args, flag) is None or (name == BASE_FOLDER != args.model_name_or_path):
             continue
         folder, mark = Path(getattr(args, flag)), _MARKS[name]
         if not (folder / mark).is_file():

@@ -15,6 +15,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, Revi
 from transformers import CONFIG_MAPPING, PretrainedConfig, modeling_rope_utils
 from transformers.models.auto import modeling_auto
 
+from cotrain.arguments import BASE_FOLDER
 from cotrain.common.errors import UserError, first_line
 from cotrain.models.objectives import OBJECTIVES
 
@@ -42,8 +43,9 @@ Field = str | int | float | bool | list | dict | None
 
 
 def is_published_name(name: str) -> bool:
-    """Whether each peer can find a model by this name: a built-in one, or one on the Hub, instead of a local path."""
-    return bool(_HUB_NAME.fullmatch(name)) and ((CONFIGS / f"{name}.json").is_file() or not Path(name).exists())
+    """Whether each peer can find a model by this name: built in, in the archive of the data, or on the Hub."""
+    is_ours = name == BASE_FOLDER or (CONFIGS / f"{name}.json").is_file()
+    return _HUB_NAME.fullmatch(name) is not None and (is_ours or not Path(name).exists())
 
 
 def is_inline(name: str) -> bool:

@@ -24,7 +24,7 @@ from transformers.models.albert.modeling_albert import AlbertLayer
 from transformers.utils import cached_file, is_flash_attn_2_available
 from transformers.utils.logging import disable_progress_bar
 
-from cotrain.arguments import LocalTrainingArguments, ModelArguments
+from cotrain.arguments import BASE_FOLDER, LocalTrainingArguments, ModelArguments
 from cotrain.common.errors import UserError, first_line
 from cotrain.models.config import find_model_classes, is_inline, is_published_name, read_fields
 from cotrain.models.objectives import OBJECTIVES
@@ -65,7 +65,8 @@ def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> Pre
     """
     name = args.model_name_or_path
     is_read = not is_inline(name) and (args.from_pretrained or not is_published_name(name))
-    if "model_name_or_path" in args.adopted and is_read and Path(name).exists():  # the run's data may have created it
+    is_path = name != BASE_FOLDER and Path(name).exists()  # the run's data may have created it
+    if "model_name_or_path" in args.adopted and is_read and is_path:
         raise UserError(f"this run's --model_name_or_path '{name}' is a path on this machine: refused")
     config = read_config(name, **args.hub_options)
     if args.lora_rank is not None and not Path(name).exists():  # all that is read of the repository is of one commit

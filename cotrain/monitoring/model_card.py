@@ -6,10 +6,10 @@ Names and numbers come from untrusted peers and are escaped: they appear as plai
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from cotrain.models.config import is_published_name
 from cotrain.models.model import get_model_class
 from cotrain.monitoring.contributors import Contributors, build_table
 from cotrain.status.status import plural
@@ -36,7 +36,7 @@ def build_card_data(metadata: CardMetadata) -> ModelCardData:
         tags, of_text = [*tags, task.config.model_type], {"library_name": "transformers", "pipeline_tag": pipeline_tag}
         if task.args.lora_rank is not None:
             base = task.args.model_name_or_path
-            of_text |= {"library_name": "peft", "base_model": base if is_published_name(base) else None}
+            of_text |= {"library_name": "peft", "base_model": None if Path(base).is_dir() else base}
     return ModelCardData(language=metadata.language, license=metadata.license, tags=tags, **of_text)
 
 
@@ -52,7 +52,7 @@ load_model(model, "model.safetensors")"""
     model_class = get_model_class(task.config).__name__
     if task.args.lora_rank is not None:
         base, revision = task.args.model_name_or_path, task.args.model_revision or "main"
-        if not is_published_name(base):
+        if Path(base).is_dir():
             base = "FOLDER OF THE BASE"
         code = f"""from peft import PeftModel
 from transformers import {model_class}, AutoTokenizer

@@ -1,15 +1,18 @@
 """Peers fine-tune a model together with adapters, with the real scripts."""
 
+import contextlib
 import re
 
 from peft import AutoPeftModelForCausalLM
 
+from cotrain.arguments import BASE_FOLDER
 from cotrain.data.archive import file_sha256
 from cotrain.training.checkpoints import list_checkpoints
-from tests.support.peers import Scripts, prepare_data, read_jsonl
+from tests.support.peers import ALTERED, LOCAL, Script, Scripts, prepare_data, read_jsonl, reserve_maddr, served
 from tests.training.test_adapters import VOCAB_SIZE, make_base, tokens
 
 STEPS = 12
+JOINS = ("--learning_rate", 0.01, "--warmup_steps", 0)  # what `Scripts.trainer` would state otherwise
 SETTINGS = ("--lora_rank", 4, "--optimizer", "adamw", "--adam_epsilon", 1e-8, "--learning_rate", 0.01,
             "--warmup_steps", 0, "--target_batch_size", 64, "--metadata_expiration", 10)  # fmt: skip
 
@@ -23,7 +26,7 @@ def test_unequal_peers_fine_tune_one_base(tmp_path, launcher):
     try:
         settings = ("--model_name_or_path", base, *SETTINGS)
         monitor = scripts.monitor(*settings, "--save_checkpoint_step_interval", 1)
-        joins = ("--initial_peers", monitor.address, "--learning_rate", 0.01, "--warmup_steps", 0)
+        joins = ("--initial_peers", monitor.address, *JOINS)
         common = (*joins, "--model_name_or_path", base, "--matchmaking_time", 4, "--max_global_steps", STEPS)
         evaluator = scripts.start(
             "run_evaluator.py", *joins[:2], "--model_name_or_path", base, "--tokenizer_path",
@@ -55,3 +58,32 @@ def test_unequal_peers_fine_tune_one_base(tmp_path, launcher):
     losses = [record["loss"] for record in read_jsonl(tmp_path / "monitor/metrics.jsonl")]
     assert losses[-1] < losses[0]
     assert read_jsonl(tmp_path / "evaluator/evaluations.jsonl")[-1]["validation loss"] < losses[0]
+
+
+def test_base_comes_with_the_archive_of_the_data(tmp_path, launcher, data):
+    """The organiser has it in a folder. The volunteers have an address alone; the second one is slower, and later."""
+    base = make_base(tmp_path / "base")
+    (base / "README.md").write_text("It stays here.", encoding="utf-8")
+    archive = tmp_path / "www/data.tar.gz"
+    prepare_data(tmp_path / "prepared", "clm", VOCAB_SIZE, "--archive", archive, "--base", base, launcher=launcher)
+    with served(archive.parent) as url, contextlib.closing(Scripts(tmp_path, data, launcher=launcher)) as scripts:
+
+        def start(script: str, name: str, *flags: object, pace: float = 0.0) -> Script:
+            (tmp_path / name).mkdir()  # where it runs
+            return scripts.start(ALTERED, script, *flags, log=f"{name}/script", env={"PACE": str(pace)})
+
+        settings = ("--model_name_or_path", BASE_FOLDER, *SETTINGS, "--dataset_url", f"{url}/data.tar.gz")
+        settings += ("--dataset_sha256", file_sha256(archive), "--refresh_period", 1)
+        monitor = start("run_training_monitor.py", "monitor", "--host_maddrs", reserve_maddr(), *settings)
+        join = ("--initial_peers", monitor.address, "--host_maddrs", LOCAL, "--per_device_train_batch_size", 4)
+        one = start("run_trainer.py", "one", *join, pace=0.2)
+        one.wait_for(r"Step #1\b")
+        two = start("run_trainer.py", "two", *join, pace=0.5)
+        two.wait_for("Averaged gradients with 2 peers")
+        for script in (one, two, monitor):
+            assert script.stop() == 0, script.output
+            assert "Traceback" not in script.output
+    for name in ("one", "two", "monitor"):
+        folder = tmp_path / name / BASE_FOLDER
+        assert file_sha256(folder / "model.safetensors") == file_sha256(base / "model.safetensors")
+        assert not (folder / "README.md").exists()

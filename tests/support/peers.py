@@ -13,6 +13,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import psutil
@@ -247,6 +249,16 @@ def prepare_data(
     assert script.wait(600) == 0, script.output
     # ALBERT's layers share their weights: a second layer would only take time.
     (folder / "config.json").write_text(json.dumps({**TINY_ALBERT, "num_hidden_layers": 1}), encoding="utf-8")
+
+
+@contextlib.contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """Serve a folder on this machine, and yield its address."""
+    handler = partial(SimpleHTTPRequestHandler, directory=folder)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
 
 
 def join_together(*trainers: Script) -> None:
