@@ -2,11 +2,15 @@
 """Compare what unequal peers learn with adapters and what one process learns from as many samples.
 
 benchmarks/fine_tuning.py --train_file TEXT    a base of 1 million parameters is trained on the first half of the text
+benchmarks/fine_tuning.py --memory             bytes of a frozen and of a trained parameter
 
 Real trainers on this machine fine-tune it on the second half. The first one is the fastest. The second one comes
 late; with two trainers it is also killed, and started again. Of four trainers the third is killed. One process takes
 the same number of steps with AdamW in plain PyTorch, of as many samples in another order. The loss is that of
-validation samples at the end, with 95 % intervals over paired seeds."""
+validation samples at the end, with 95 % intervals over paired seeds.
+
+--memory runs two trainers of one base in bf16 with random weights, and compares what they use together (PSS) for two
+sizes of the base, and two ranks."""
 
 import argparse
 import math
@@ -22,11 +26,12 @@ from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from scipy.stats import t as student
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from benchmarks.process_usage import measure_memory
 from cotrain.data.archive import file_sha256
 from cotrain.data.loading import load_datasets
 from cotrain.training.checkpoints import list_checkpoints
 from tests.support.launcher import Launcher
-from tests.support.peers import LOCAL, Script, Scripts, read_jsonl
+from tests.support.peers import LOCAL, Script, Scripts, prepare_data, read_jsonl, wait_until
 
 LENGTH, BATCH, TARGET, RANK, RATE = 128, 8, 64, 8, 3e-3
 PACES = 0.7, 1.5, 1.2, 2.5  # seconds of a micro-batch, of the trainers in the order of their start
@@ -109,13 +114,60 @@ def train_together(
     return evaluate(model, read_samples(data, "validation")), samples
 
 
+def measure_trainers(folder: Path, layers: int, rank: int, launcher: Launcher) -> tuple[int, int, int]:
+    """Return the bytes of two trainers after four steps together, and the frozen and the trained parameters."""
+    folder.mkdir()
+    config = LlamaConfig(
+        vocab_size=4000, hidden_size=768, intermediate_size=2048, num_hidden_layers=layers, num_attention_heads=12,
+        max_position_embeddings=LENGTH, tie_word_embeddings=True,
+    )  # fmt: skip
+    base = LlamaForCausalLM(config).to(torch.bfloat16)
+    base.save_pretrained(folder / "model")
+    options = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    trained, total = get_peft_model(base, options).get_nb_trainable_parameters()
+    scripts = Scripts(folder, folder.parent / "data", launcher=launcher)
+    try:
+        flags = (
+            "--model_name_or_path", folder / "model", "--lora_rank", rank, "--optimizer", "adamw", "--adam_epsilon",
+            1e-8, "--target_batch_size", 8, "--per_device_train_batch_size", 1, "--gradient_compression", "blockwise4",
+        )  # fmt: skip
+        first = scripts.trainer("0", *flags, pace=PACES[0])
+        trainers = [first, scripts.trainer("1", *flags, "--initial_peers", first.address, pace=PACES[1])]
+        wait_until(lambda: all(t.output.count("Averaged gradients with 2") >= 4 for t in trainers), 1200, "four steps")
+        used = sum(measure_memory(t.process.pid, t.family()).total() for t in trainers)
+    finally:
+        scripts.close()
+    return used, total - trained, trained
+
+
+def measure_memory_of_parameters(folder: Path) -> None:
+    prepare_data(folder / "data", "clm", 4000)
+    launcher, points = Launcher(folder / "launcher.log"), []
+    for layers, rank in ((4, 16), (4, 384), (40, 16)):
+        points.append(measure_trainers(folder / f"{layers}-{rank}", layers, rank, launcher))
+        used, frozen, trained = points[-1]
+        print(
+            f"{layers} layers, rank {rank}: {frozen:,} frozen, {trained:,} trained, {used / 1e6:,.0f} MB", flush=True
+        )
+    launcher.close()
+    (used, frozen, trained), (of_rank, _, more_trained), (of_layers, more_frozen, also_trained) = points
+    of_trained = (of_rank - used) / 2 / (more_trained - trained)
+    of_frozen = (of_layers - used - 2 * of_trained * (also_trained - trained)) / (more_frozen - frozen)
+    print(f"{of_trained:.1f} bytes of each trainer for a trained parameter")
+    print(f"{of_frozen:.1f} bytes of both together for a frozen one")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--train_file", type=Path, required=True)
+    parser.add_argument("--train_file", type=Path)
+    parser.add_argument("--memory", action="store_true")
     parser.add_argument("--peers", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=16)
     args = parser.parse_args()
+    if args.memory:
+        with tempfile.TemporaryDirectory() as name:
+            return measure_memory_of_parameters(Path(name))
     text = args.train_file.read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -29,7 +29,6 @@ from tests.support.namespaces import Internet, why_unavailable
 from tests.support.peers import Script, read_jsonl, wait_until
 
 LOCAL_STEP_SECONDS = 2.0
-LOCAL_STEPS = 6  # of each peer in a global step: time for matchmaking, which begins 5 s before a step is due
 START_SECONDS = 240.0
 ROUND_SECONDS = 900.0  # timeout of a round
 PORT = 31337
@@ -47,6 +46,7 @@ LEGEND = """\
 round     seconds from due to averaged: mean over rounds and peers; of these, search for a group, and all-reduce
 applied   seconds from when the first peer began the step to the new parameters
 sent      MB of a peer from one global step to the next, with all headers and other traffic; likewise received
+computing fraction of the time from one global step to the next that is that of local steps
 complete  fraction of the rounds that had all peers and in which all averages arrived
 load      load average for each core: rounds on a busy machine wait for the CPU"""
 
@@ -74,7 +74,8 @@ class Swarm:
             "benchmarks/lines_peer.py", "--run_id", "lines", "--model_name_or_path", self.args.model,
             *MODES[mode].split(), "--host_maddrs", f"/ip4/{self.hosts[index].address}/tcp/{PORT}", *initial,
             "--bootstrap_timeout", START_SECONDS, "--output_dir", self.folder / str(index),
-            "--target_batch_size", LOCAL_STEPS * self.number, "--per_device_train_batch_size", 1,
+            "--target_batch_size", self.args.local_steps * self.number,
+            *(["--in_background"] if self.args.in_background else []), "--per_device_train_batch_size", 1,
             "--gradient_accumulation_steps", 1, "--averaging_timeout", round(ROUND_SECONDS), "--use_cpu",
             "--local_step_seconds", LOCAL_STEP_SECONDS, "--start_file", self.folder / "start",
             log=self.folder / f"{index}.log", namespace=self.hosts[index].namespace,
@@ -119,21 +120,22 @@ def summarize(records: dict[int, list[tuple[dict, dict]]], steps: list[int]) -> 
         return min(entry["time"] - sum(entry["seconds"].get(phase, 0.0) for phase in phases)
                    for entry, _ in records[step])  # fmt: skip
 
-    def megabytes(name: str) -> float:
+    def increases(name: str) -> list[float]:
         pairs = [(max(earlier for earlier in records if earlier < step), step) for step in steps]
-        return fmean(
-            (after[name] - before[name]) / 1e6
+        return [
+            after[name] - before[name]
             for earlier, step in pairs
             for (_, before), (_, after) in zip(records[earlier], records[step], strict=True)
-        )
+        ]
 
     return {
         "round": mean("load") + mean("round"),
         "search": mean("matchmaking"),
         "reduce": mean("allreduce"),
         "applied": fmean(entry["time"] - begun_at(step) for step in steps for entry, _ in records[step]),
-        "sent": megabytes("sent"),
-        "received": megabytes("received"),
+        "sent": fmean(increases("sent")) / 1e6,
+        "received": fmean(increases("received")) / 1e6,
+        "computing": sum(increases("computed")) / sum(increases("time")),
         "complete": fmean(
             all(entry["received"] == 1 and len(entry["group"]) == len(records[step]) for entry, _ in records[step])
             for step in steps
@@ -151,12 +153,15 @@ def main() -> None:
     parser.add_argument("--downlink", type=float, default=5.0, help="rate of the downlink / that of the uplink")
     parser.add_argument("--latency", type=float, default=0.0, help="in milliseconds")
     parser.add_argument("--slow", type=int, default=0, help="peers with a third of the rates")
+    help_text = "of each peer in a global step; matchmaking begins 5 s before a step is due"
+    parser.add_argument("--local_steps", type=int, default=6, help=help_text)
+    parser.add_argument("--in_background", action="store_true", help="take local steps during rounds, as trainers do")
     parser.add_argument("--rounds", type=int, default=2, help="rounds of a point; the first round of all is left out")
     args = parser.parse_args()
     if (reason := why_unavailable()) or shutil.which("tc") is None:
         sys.exit(reason or "tc not found (package iproute2)")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C: end the peers first
-    columns = ("round", "search", "reduce", "applied", "sent", "received", "complete", "load")
+    columns = ("round", "search", "reduce", "applied", "sent", "received", "computing", "complete", "load")
     print(f"{'mode':<12}{'peers':>6}{'uplink':>8}" + "".join(f"{name:>10}" for name in columns))
     for number in args.peers:
         for mode in args.modes:

@@ -5,7 +5,8 @@ benchmarks/lines_peer.py --local_step_seconds 2 --interface wan FLAGS OF run_tra
 
 DHT, optimizer, matchmaking and rounds are those of run_trainer.py, so that a round costs what it costs there. A local
 step sleeps. While a global step is applied no local step is taken, as on a peer whose rounds are shorter than its
-global steps. Output: rounds.jsonl and traffic.jsonl in --output_dir, the latter with one line per global step.
+global steps; with --in_background only as the optimizer waits by itself. Output: rounds.jsonl and traffic.jsonl in
+--output_dir, the latter with one line per global step.
 """
 
 import sys
@@ -36,6 +37,7 @@ class PaceArguments(Flags, group="Pace"):
 
     local_step_seconds: float = flag(2.0, "Seconds of a local step")
     start_file: str | None = flag(None, "Take no local step before this file exists. Default: begin at once")
+    in_background: bool = flag(False, "Take local steps during rounds, as trainers do")
     interface: str = flag("wan", "Network interface whose bytes are recorded")
 
 
@@ -94,15 +96,17 @@ def train(
             stop.event.wait(0.1)
             if stop.event.is_set():
                 return
-        step = optimizer.local_epoch
+        step, computed = optimizer.local_epoch, 0.0
         while not stop.event.wait(pace_args.local_step_seconds):
+            computed += pace_args.local_step_seconds
             optimizer.step()
-            with optimizer.tracker.pause_updates():
-                optimizer.finish_pending_update()
+            if not pace_args.in_background:
+                with optimizer.tracker.pause_updates():
+                    optimizer.finish_pending_update()
             if optimizer.local_epoch != step:
                 step = optimizer.local_epoch
                 sent, received = read_traffic(pace_args.interface)
-                recorder.write("step", step=step, sent=sent, received=received)
+                recorder.write("step", step=step, sent=sent, received=received, computed=computed)
 
 
 def main() -> None:

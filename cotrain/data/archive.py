@@ -47,7 +47,7 @@ def write_archive(path: Path, folders: dict[str, Path]) -> str:
         (f"{name}/{file.relative_to(folder).as_posix()}", file)
         for name, folder in folders.items()
         for file in folder.rglob("*")
-        if file.is_file() and _LAYOUT[name].fullmatch(file.relative_to(folder).as_posix())
+        if file.is_file() and _locate(f"{name}/{file.relative_to(folder).as_posix()}")
     )
     num_bytes = sum(file.stat().st_size for _, file in files)
     with (
@@ -116,7 +116,9 @@ def unpack_archive(path: Path, folders: dict[str, Path]) -> None:
                     raise ArchiveError(f"it unpacks to more than {limit / 1e6:,.0f} MB or {MAX_MEMBERS:,} files")
                 if entry.isdir():
                     continue  # folders are created with their first file
-                part, name = _locate(entry.name)
+                if (located := _locate(entry.name)) is None:
+                    raise ArchiveError(f"{entry.name[:100]!a} in it is not part of the prepared data")
+                part, name = located
                 if part == TOKENIZER and entry.size > MAX_TOKENIZER_FILE:
                     raise ArchiveError(f"{entry.name!a} in it has more than {MAX_TOKENIZER_FILE / 1e6:.0f} MB")
                 if part in folders:
@@ -127,10 +129,10 @@ def unpack_archive(path: Path, folders: dict[str, Path]) -> None:
         raise ArchiveError(f"it is damaged or not a .tar.gz file ({type(error).__name__})") from None
 
 
-def _locate(name: str) -> tuple[str, str]:
-    """Split the name of an archive entry into folder and file name. Only names in _LAYOUT pass: no '..', no root."""
+def _locate(name: str) -> tuple[str, str] | None:
+    """Split the name of an archive entry into folder and file name; None if it is not in _LAYOUT: no '..', no root."""
     name = name.removeprefix("./").replace(f"{OLD_DATASET}/", f"{DATASET}/", 1)
     for part, names in _LAYOUT.items():
         if name.startswith(f"{part}/") and names.fullmatch(name[len(part) + 1 :]):
             return part, name[len(part) + 1 :]
-    raise ArchiveError(f"{name[:100]!a} in it is not part of the prepared data")
+    return None

@@ -214,6 +214,8 @@ def test_dataset_of_the_hub_is_streamed(tmp_path, monkeypatch):
     [
         ({"shard_size": "1MB"}, "--shard_size needs --archive"),
         ({"shard_size": "1MB", "archive": "my data.tar.gz"}, "--shard_size needs --archive"),
+        ({"base": "configs"}, "--base also needs --archive"),
+        ({"base": "configs", "archive": "data.tar.gz"}, "--base: there is no model with config.json and"),
         ({"shard_size": "1MB", "archive": "data"}, "pass a name that ends in .tar.gz"),
         ({"shard_size": "1", "archive": "data.tar.gz"}, "--shard_size must be a size such as 256MB"),
     ],
