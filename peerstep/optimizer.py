@@ -392,14 +392,11 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         if result.outcome != Outcome.ALONE:
             self.pace.rounds.append((averaged, averaged - loaded, result.received == 1 and not result.missed))
         self._log_round(step, samples, result, seconds)
-        missed = self._num_skippable()  # the report starts the reads anew that show it
         self._report_step()
         if result.outcome != Outcome.FAILED:
             self.share_state()
-        if self._num_failures >= MAX_ABSENCES and self.tracker.is_begun_elsewhere(self.local_epoch + missed + 1):
-            missed += 1  # nobody waits for this peer: it would be late for each round, but can ask ahead of one
-        if missed > 0:
-            self._skip(missed)
+        if self._num_failures >= MAX_ABSENCES and self.tracker.is_begun_elsewhere(self.local_epoch + 1):
+            self._skip(1)  # nobody waits for this peer: it would be late for each round, but can ask ahead of one
 
     def _report_step(self) -> None:
         """Report the step that this peer is at, the samples for the next one, and its standing."""

@@ -120,8 +120,10 @@ class ProgressTracker(threading.Thread):
 
     def report_position(self, step: int, samples_accumulated: int, **standing) -> None:
         """Report that this peer is at a step, and of `distance`, `away` and `marks` those that have changed."""
+        is_later = step > self.local_progress.completed
         self._set(epoch=step, completed=step, samples_accumulated=samples_accumulated, **standing)
-        self._num_reads_apart = 0
+        if not is_later or self.side_to_join is None:  # a peer that passes steps which are long over stays apart
+            self._num_reads_apart = 0
         self._is_outdated, self._completed_at = True, time.monotonic()
         self.refresh_in(self.args.min_refresh_period)
 

@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 import pytest
 
-from peerstep import matchmaking, rounds, uplink
+from peerstep import matchmaking, optimizer, rounds, uplink
 from peerstep.history import MAX_DIFFERENT, different_marks
 from tests.support import simulated_network
 from tests.support.scenario import BATCH, Peer, Scenario
@@ -165,6 +165,21 @@ def test_trainer_that_was_late_for_short_rounds_is_in_time_again(seed, monkeypat
         late.thaw()
         since = len(late.rounds)
         scenario.wait_until(lambda: late.outcomes()[since:].count("averaged") >= 3, 60.0)
+
+
+def test_trainer_that_slept_for_many_short_steps_downloads_the_state(monkeypatch):
+    """Its local updates are a target batch, so that its next step is always due."""
+    monkeypatch.setattr(simulated_network, "DHT_SECONDS", 0.4)
+    with Scenario(8, target_batch_size=14, local_updates=True, average_state_every=1) as scenario:
+        one, two, late = (
+            scenario.add(speed=speed, uplink=3000.0, clock=-5.0 * (speed < 1)) for speed in (1.0, 0.7, 0.4)
+        )
+        scenario.reach(3)
+        late.freeze()
+        scenario.reach(late.step + optimizer.MAX_MISSED_UPDATES + 5, one, two, seconds=600.0)
+        late.thaw()
+        since = len(late.rounds)
+        scenario.wait_until(lambda: late.downloads and late.outcomes()[since:].count("averaged") >= 2, 60.0)
 
 
 @pytest.mark.parametrize("seed", [18, 19])
