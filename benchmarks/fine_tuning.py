@@ -17,6 +17,7 @@ import math
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -115,7 +116,7 @@ def train_together(
 
 
 def measure_trainers(folder: Path, layers: int, rank: int, launcher: Launcher) -> tuple[int, int, int]:
-    """Return the bytes of two trainers after four steps together, and the frozen and the trained parameters."""
+    """Return the median bytes of two trainers after four steps together, and the frozen and trained parameters."""
     folder.mkdir()
     config = LlamaConfig(
         vocab_size=4000, hidden_size=768, intermediate_size=2048, num_hidden_layers=layers, num_attention_heads=12,
@@ -134,10 +135,13 @@ def measure_trainers(folder: Path, layers: int, rank: int, launcher: Launcher) -
         first = scripts.trainer("0", *flags, pace=PACES[0])
         trainers = [first, scripts.trainer("1", *flags, "--initial_peers", first.address, pace=PACES[1])]
         wait_until(lambda: all(t.output.count("Averaged gradients with 2") >= 4 for t in trainers), 1200, "four steps")
-        used = sum(measure_memory(t.process.pid, t.family()).total() for t in trainers)
+        used = []
+        for _ in range(20):  # rounds and steps go on
+            used.append(sum(measure_memory(t.process.pid, t.family()).total() for t in trainers))
+            time.sleep(1)
     finally:
         scripts.close()
-    return used, total - trained, trained
+    return round(statistics.median(used)), total - trained, trained
 
 
 def measure_memory_of_parameters(folder: Path) -> None:
