@@ -115,12 +115,12 @@ def train_together(
     return evaluate(model, read_samples(data, "validation")), samples
 
 
-def measure_trainers(folder: Path, layers: int, rank: int, launcher: Launcher) -> tuple[int, int, int]:
+def measure_trainers(folder: Path, width: int, rank: int, launcher: Launcher) -> tuple[int, int, int]:
     """Return the median bytes of two trainers after four steps together, and the frozen and trained parameters."""
     folder.mkdir()
     config = LlamaConfig(
-        vocab_size=4000, hidden_size=768, intermediate_size=2048, num_hidden_layers=layers, num_attention_heads=12,
-        max_position_embeddings=LENGTH, tie_word_embeddings=True,
+        vocab_size=4000, hidden_size=width, intermediate_size=width * 8 // 3, num_hidden_layers=4,
+        num_attention_heads=12, max_position_embeddings=LENGTH, tie_word_embeddings=True,
     )  # fmt: skip
     base = LlamaForCausalLM(config).to(torch.bfloat16)
     base.save_pretrained(folder / "model")
@@ -147,16 +147,14 @@ def measure_trainers(folder: Path, layers: int, rank: int, launcher: Launcher) -
 def measure_memory_of_parameters(folder: Path) -> None:
     prepare_data(folder / "data", "clm", 4000)
     launcher, points = Launcher(folder / "launcher.log"), []
-    for layers, rank in ((4, 16), (4, 384), (40, 16)):
-        points.append(measure_trainers(folder / f"{layers}-{rank}", layers, rank, launcher))
+    for width, rank in ((768, 16), (768, 384), (2304, 16)):
+        points.append(measure_trainers(folder / f"{width}-{rank}", width, rank, launcher))
         used, frozen, trained = points[-1]
-        print(
-            f"{layers} layers, rank {rank}: {frozen:,} frozen, {trained:,} trained, {used / 1e6:,.0f} MB", flush=True
-        )
+        print(f"width {width}, rank {rank}: {frozen:,} frozen, {trained:,} trained, {used / 1e6:,.0f} MB", flush=True)
     launcher.close()
-    (used, frozen, trained), (of_rank, _, more_trained), (of_layers, more_frozen, also_trained) = points
+    (used, frozen, trained), (of_rank, _, more_trained), (of_width, more_frozen, also_trained) = points
     of_trained = (of_rank - used) / 2 / (more_trained - trained)
-    of_frozen = (of_layers - used - 2 * of_trained * (also_trained - trained)) / (more_frozen - frozen)
+    of_frozen = (of_width - used - 2 * of_trained * (also_trained - trained)) / (more_frozen - frozen)
     print(f"{of_trained:.1f} bytes of each trainer for a trained parameter")
     print(f"{of_frozen:.1f} bytes of both together for a frozen one")
 
