@@ -63,10 +63,13 @@ def to_published_model(name: str) -> str:
     return json.dumps(stated, separators=(",", ":"), sort_keys=True)
 
 
-def read_fields(name: str, flag: str = "--model_name_or_path", **hub_options) -> dict[str, Field]:
+def read_fields(
+    name: str, flag: str = "--model_name_or_path", has_weights: bool = False, **hub_options
+) -> dict[str, Field]:
     """Read and check the fields of a model configuration.
 
     :param name: JSON, path of a config.json or of a folder that has one, or a name in configs/ or on the Hub
+    :param has_weights: whether the weights there are read, too
     :param hub_options: see `ModelArguments.hub_options`
     :raises UserError: if there is none, the model family is not supported, or a value is out of bounds
     """
@@ -88,6 +91,8 @@ def read_fields(name: str, flag: str = "--model_name_or_path", **hub_options) ->
     if not (isinstance(model_type, str) and (classes := find_model_classes(model_type))):
         what = "those that transformers builds for causal or masked language modelling, such as llama or modernbert"
         raise UserError(f"{flag}: '{name:.200}' is a {model_type!s:.40} model; supported are {what}")
+    if has_weights and fields.get("quantization_config"):  # it is left out, and with it the scales of the weights
+        raise UserError(f"{flag}: the weights of '{name:.200}' are quantized: pass the model in bf16 or float32")
     part, text = CONFIG_MAPPING[model_type].sub_configs_defaults.get("text_config"), fields.get("text_config", {})
     if part is not None and isinstance(text, dict) and find_model_classes(part.model_type) == classes:
         model_type, fields = part.model_type, text  # as AutoModelForCausalLM does

@@ -237,6 +237,17 @@ def test_adapters_of_a_stranger_are_refused_in_one_line(prepared, base, tmp_path
         load_checkpoint(tmp_path / "checkpoint")
 
 
+@pytest.mark.parametrize("has_weights", [True, False])
+def test_quantized_base_is_refused(prepared, base, has_weights):
+    """Its scales would be left out. A monitor, which reads no weights, refuses it too."""
+    fields = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    fields["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (base / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    with pytest.raises(UserError, match=r"--model_name_or_path: the weights of '.*' are quantized: pass"):
+        build(arguments(prepared, base), has_weights=has_weights)
+    load_task(arguments(prepared, base, lora_rank=None))  # its shape alone
+
+
 def test_wrong_flags_are_refused(prepared, base):
     with pytest.raises(UserError, match="--lora_targets: the model has no layer 'v_prj'; pass"):
         build(arguments(prepared, base, lora_targets="q_proj, v_prj"))
