@@ -68,6 +68,8 @@ def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> Pre
     is_path = name != BASE_FOLDER and Path(name).exists()  # the run's data may have created it
     if "model_name_or_path" in args.adopted and is_read and is_path:
         raise UserError(f"this run's --model_name_or_path '{name}' is a path on this machine: refused")
+    if is_read and args.from_pretrained and Path(name, "adapter_config.json").is_file():  # peft would replace them
+        raise UserError(f"--model_name_or_path: '{name}' has adapters: merge or remove them, see docs/fine-tuning.md")
     config = read_config(name, has_weights=args.from_pretrained, **args.hub_options)
     if args.lora_rank is not None and not Path(name).exists():  # all that is read of the repository is of one commit
         with contextlib.suppress(OSError):  # a built-in name, and no Hub

@@ -248,6 +248,15 @@ def test_quantized_base_is_refused(prepared, base, has_weights):
     load_task(arguments(prepared, base, lora_rank=None))  # its shape alone
 
 
+@pytest.mark.parametrize("has_base", [True, False])
+def test_base_with_adapters_beside_it_is_refused(prepared, base, tmp_path, has_base):
+    """transformers would load them, and peft would replace them by new ones."""
+    args = arguments(prepared, base)
+    load_task(args).save_pretrained(build(args), base if has_base else tmp_path / "checkpoint")
+    with pytest.raises(UserError, match=r"--model_name_or_path: '.*' has adapters: merge or remove them"):
+        build(arguments(prepared, base if has_base else tmp_path / "checkpoint"))
+
+
 def test_wrong_flags_are_refused(prepared, base):
     with pytest.raises(UserError, match="--lora_targets: the model has no layer 'v_prj'; pass"):
         build(arguments(prepared, base, lora_targets="q_proj, v_prj"))
