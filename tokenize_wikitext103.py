@@ -13,6 +13,7 @@ import contextlib
 import glob
 import hashlib
 import itertools
+import json
 import math
 import os
 import re
@@ -130,8 +131,12 @@ class TokenizationArguments(Flags, group="Tokenization"):
             raise ArgumentsError(f"--archive {self.archive}: it is compressed; pass a name that ends in .tar.gz")
         if self.base is not None:
             require(self.archive is not None, "--base also needs --archive")
-            is_base = any(Path(self.base).glob("model*.safetensors")) and Path(self.base, "config.json").is_file()
-            require(is_base, f"--base: there is no model with config.json and model.safetensors in '{self.base}'")
+            base, names = Path(self.base), ["config.json", "model.safetensors"]
+            if not (base / names[1]).is_file() and (index := base / "model.safetensors.index.json").is_file():
+                names[1:] = sorted({*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+            lacking = ", ".join(name for name in names if not (base / name).is_file())
+            what = f"--base: there is no model with config.json and model.safetensors in '{self.base}'"
+            require(not lacking, f"{what}: it lacks {lacking:.200}")
         if self.dataset_config_name is None and self.dataset_name.endswith("wikitext"):
             self.dataset_config_name = "wikitext-103-v1"
         if self.dataset_name in ("bookcorpus", "bookcorpus/bookcorpus"):

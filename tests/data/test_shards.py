@@ -225,6 +225,22 @@ def test_flags_of_shards(flags, message):
         TokenizationArguments(sample=True, **flags)
 
 
+@pytest.mark.parametrize("kind", ["parts", "one file"])
+def test_base_that_lacks_weights_is_not_packed(tmp_path, kind):
+    """Trainers would refuse it, after the upload of all the rest."""
+    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    index = {"weight_map": {"a": names[0], "b": names[1]}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    for name in ("config.json", *names):
+        (tmp_path / name).touch()
+    flags = {"sample": True, "base": str(tmp_path), "archive": "data.tar.gz"}
+    TokenizationArguments(**flags)
+    (lacking := tmp_path / (names[1] if kind == "parts" else "model.safetensors.index.json")).unlink()
+    name = lacking.name if kind == "parts" else "model.safetensors"
+    with pytest.raises(UserError, match=f"--base: there is no model .*: it lacks {name}$"):
+        TokenizationArguments(**flags)
+
+
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
