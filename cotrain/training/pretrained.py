@@ -48,6 +48,8 @@ def load_checkpoint(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerB
                 names = set(file.keys())
             if not (isinstance(adapters, LoraConfig) and isinstance(source, str)):
                 raise ValueError("they are of another kind, or name no base model")
+            if Path(source).is_absolute() and not Path(source).is_dir():
+                raise ValueError(f"their base is not at '{source}': copy it there, or write its path in {ADAPTERS}")
         except Exception as error:
             raise UserError(f"CHECKPOINT: the adapters in '{folder}' cannot be read ({first_line(error)})") from None
     config = read_config(source, flag="CHECKPOINT", **options)

@@ -248,6 +248,18 @@ def test_quantized_base_is_refused(prepared, base, has_weights):
     load_task(arguments(prepared, base, lora_rank=None))  # its shape alone
 
 
+def test_adapters_whose_base_is_elsewhere_say_so(prepared, base, tmp_path):
+    """A friend gets the checkpoint, and has the base in another folder."""
+    load_task(arguments(prepared, base)).save_pretrained(build(arguments(prepared, base)), tmp_path / "checkpoint")
+    base.rename(tmp_path / "moved")
+    with pytest.raises(UserError, match="their base is not at '.*/base': copy it there, or write its path in adapter"):
+        load_checkpoint(tmp_path / "checkpoint")
+    config = tmp_path / "checkpoint/adapter_config.json"
+    fields = json.loads(config.read_text(encoding="utf-8")) | {"base_model_name_or_path": str(tmp_path / "moved")}
+    config.write_text(json.dumps(fields), encoding="utf-8")
+    load_checkpoint(tmp_path / "checkpoint")
+
+
 @pytest.mark.parametrize("has_base", [True, False])
 def test_base_with_adapters_beside_it_is_refused(prepared, base, tmp_path, has_base):
     """transformers would load them, and peft would replace them by new ones."""
