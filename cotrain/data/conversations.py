@@ -27,7 +27,7 @@ def read_conversations(name: str, rows: Iterable[str | dict]) -> Iterator[Conver
         try:
             row, num_given = json.loads(row) if isinstance(row, str) else row, 0
             if (messages := row.get("messages")) is None:
-                parts = [("user", row.get("prompt")), ("assistant", row.get("completion"))]
+                parts = [("user", row["prompt"]), ("assistant", row["completion"])]
                 parts = [x if isinstance(x, list) else [{"role": role, "content": x}] for role, x in parts]
                 messages, num_given = [*parts[0], *parts[1]], len(parts[0])
             texts = [x["role"] + ("" if x.get("tool_calls") else x["content"]) for x in messages]
