@@ -259,7 +259,7 @@ class MetricsAggregator:
     def _take_late(self, peer: TrackedPeer) -> list[PeerStep]:
         steps = [] if peer.is_newcomer else sorted(step for step in peer.pending if step <= self.last_reported_step)
         late = [self._take(peer, step) for step in steps]
-        return [record for record in late if record.step > self._first_step]
+        return [record for record in late if record.step > self._first_step and record.samples > 0]
 
     def _take(self, peer: TrackedPeer, step: int) -> PeerStep:
         """Take a record of a peer, with its samples bounded."""

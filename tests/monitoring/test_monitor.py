@@ -176,6 +176,18 @@ def test_monitor_shows_the_leaderboard_as_often_as_it_saves_checkpoints(tmp_path
     assert json.loads((tmp_path / "contributors.json").read_text(encoding="utf-8"))["contributors"][0]["samples"] == 32
 
 
+def test_late_report_without_samples_is_not_shown(tmp_path, stored, caplog):
+    """Such as that of a trainer which has just joined."""
+    caplog.set_level("INFO")
+    monitor = make_monitor(tmp_path, Reporters(tmp_path, "run"), MetricsAggregator(settle_time=0.0))
+    for step in (1, 2, 3):
+        publish(stored, step, "one")
+        if step != 2:
+            publish(stored, step, "late", samples=0)
+        monitor.refresh()
+    assert "Step #3\t" in caplog.text and "reported late" not in caplog.text
+
+
 def test_samples_that_are_reported_late_are_on_the_leaderboard(tmp_path, stored, caplog):
     caplog.set_level("INFO")
     monitor = make_monitor(tmp_path, Reporters(tmp_path, "run"), MetricsAggregator(settle_time=0.0))
