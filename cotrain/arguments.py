@@ -324,6 +324,7 @@ class ModelArguments(Flags, group="Model and data"):
     def __post_init__(self):
         super().__post_init__()
         self.from_pretrained |= self.lora_rank is not None
+        require(self.lora_rank or self.lora_targets == "all-linear", "--lora_targets also needs --lora_rank")
         is_text = self.task is None or self.lora_rank is None
         require(is_text, "--lora_rank is for language models: drop it, and use peft in the file of --task")
         if self.task is not None:

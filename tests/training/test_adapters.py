@@ -272,6 +272,8 @@ def test_base_with_adapters_beside_it_is_refused(prepared, base, tmp_path, has_b
 def test_wrong_flags_are_refused(prepared, base):
     with pytest.raises(UserError, match="--lora_targets: the model has no layer 'v_prj'; pass"):
         build(arguments(prepared, base, lora_targets="q_proj, v_prj"))
+    with pytest.raises(UserError, match="--lora_targets also needs --lora_rank"):
+        arguments(prepared, base, lora_rank=None, lora_targets="q_proj")
     with pytest.raises(UserError, match="--lora_rank is for language models"):
         arguments(prepared, base, task=__file__)
     LlamaModel.from_pretrained(base).save_pretrained(base)
