@@ -44,8 +44,8 @@ Field = str | int | float | bool | list | dict | None
 
 def is_published_name(name: str) -> bool:
     """Whether each peer can find a model by this name: built in, in the archive of the data, or on the Hub."""
-    is_ours = name == BASE_FOLDER or (CONFIGS / f"{name}.json").is_file()
-    return _HUB_NAME.fullmatch(name) is not None and (is_ours or not Path(name).exists())
+    is_name = _HUB_NAME.fullmatch(name) is not None  # a configuration itself is too long for a file's name
+    return is_name and (name == BASE_FOLDER or (CONFIGS / f"{name}.json").is_file() or not Path(name).exists())
 
 
 def is_inline(name: str) -> bool:

@@ -565,6 +565,11 @@ def test_what_costs_no_memory_is_accepted(fields, tmp_path):
     build_without_weights(read_config(published))
 
 
+def test_configuration_that_is_too_long_for_a_name_stays_as_it_is():
+    published = to_published_model(json.dumps({"model_type": "albert", "x": ["abc"] * 100}))
+    assert len(published) > 300 and to_published_model(published) == published
+
+
 def test_settings_are_stored_three_times_in_their_lifetime(keys, monkeypatch):
     """A trainer publishes them with each of its records, a monitor with each read of the trainers' records."""
     config, clock, stored = RunConfig.sign(SETTINGS, keys[0]), SimpleNamespace(now=0.0), []
