@@ -4,6 +4,7 @@ An upload runs in a thread and never blocks the monitor. It uploads a copy of th
 may be removed during the upload. huggingface_hub finds the token: HF_TOKEN, or that of `hf auth login`.
 """
 
+import json
 import shutil
 import threading
 import time
@@ -18,7 +19,7 @@ from huggingface_hub.utils import disable_progress_bars
 from cotrain.common.atomic_files import temporary_folder
 from cotrain.common.backoff import Backoff
 from cotrain.common.errors import TemporaryError, UserError, describe
-from cotrain.common.json_file import read_records
+from cotrain.common.json_file import read_records, write_json
 from cotrain.monitoring.contributors import Contributors
 from cotrain.monitoring.model_card import CardMetadata, build_card, build_card_data
 from cotrain.training.checkpoints import STATE_FILE, list_checkpoints
@@ -145,6 +146,10 @@ class HubUploader:
             with temporary_folder(self.folder / "upload") as folder:
                 shutil.copytree(checkpoint, folder, ignore=left_out, dirs_exist_ok=True)
                 card.save(folder / "README.md")
+                if (adapters := folder / "adapter_config.json").is_file():
+                    config = json.loads(adapters.read_text(encoding="utf-8"))
+                    if Path(base := config["base_model_name_or_path"]).is_absolute():  # a folder of this machine
+                        write_json(adapters, {**config, "base_model_name_or_path": Path(base).name})
                 api = _open_repo(repo_id, self.args.private_repo)
                 message = f"Step {step} of {' '.join(self.metadata.run_id.split())}"
                 commit = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message)

@@ -1,5 +1,6 @@
 """Uploads to a fake Hub: uploaded files, failures, and a monitor that never waits for an upload."""
 
+import json
 import logging
 import os
 import shutil
@@ -115,6 +116,15 @@ def test_training_state_goes_up_where_asked_for(hub, make_uploader):
     upload_newest(uploader)
     assert {"training_state.pt", "collaboration.json"} < set(hub.files)
     assert hub.repos == {"me/model": True}
+
+
+@pytest.mark.parametrize(("base", "published"), [("/home/al/secret/base", "base"), ("me/model", "me/model")])
+def test_no_folder_of_this_machine_is_published(hub, make_uploader, base, published):
+    uploader = make_uploader()
+    adapters = save(uploader, 10) / "adapter_config.json"
+    adapters.write_text(json.dumps({"base_model_name_or_path": base, "r": 16}), encoding="utf-8")
+    upload_newest(uploader)
+    assert json.loads(hub.files["adapter_config.json"]) == {"base_model_name_or_path": published, "r": 16}
 
 
 def test_next_checkpoint_waits_for_the_interval_unless_the_run_is_over(hub, make_uploader):
