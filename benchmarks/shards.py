@@ -9,12 +9,14 @@ benchmarks/shards.py loss FOLDER --text FILE --seeds 5                  # beside
 `prepare` repeats the text; in each copy half of the rare words are replaced by new ones. `join` runs real trainers of
 a small GPT-2 in network namespaces behind rate limits (tc's token bucket filter), and needs root: the first has
 a downlink of 112 Mbit/s, the second one of 37, and the third, which joins later, of 14.7. The second one is killed and
-started again; then the server is away. `loss` trains a small GPT-2 for one pass on shards that differ in topics.
+started again; then the server is away, and in the middle of that it is killed once more. `loss` trains a small GPT-2
+for one pass on shards that differ in topics.
 """
 
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -24,6 +26,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -126,6 +129,10 @@ def extend(args: argparse.Namespace) -> None:
         print(f"{path.name}: {path.stat().st_size / 1e6:.0f} MB, {original.samples:,} samples", flush=True)
     write_archive(public / "data.tar.gz", {DATASET: dataset, TOKENIZER: args.folder / "tokenizer"})
     shutil.rmtree(work, ignore_errors=True)
+    samples, size = sum(shard.samples for shard in manifest.shards), (args.folder / "text.txt").stat().st_size
+    prepared = sum(split["tokens"] for split in manifest.splits.values())  # `extend` does not count its tokens here
+    text = size * samples * manifest.max_seq_length / prepared
+    print(f"{samples:,} samples, as many tokens as of {text / 1e6:,.0f} MB of text")
 
 
 def pack_whole(folder: Path) -> Path:
@@ -146,20 +153,26 @@ def pack_whole(folder: Path) -> Path:
 
 
 def run_peer() -> None:
-    """Run a trainer that appends the numbers of the samples that it loads to a file: `peer PACE FILE FLAGS`."""
+    """Run a trainer that appends the numbers of its samples to a file, as its order has them: `peer PACE FILE FLAGS`.
+
+    A sample that it repeats since a shard is missing has the number -1.
+    """
     import run_trainer
     from cotrain.common.errors import run_script
-    from cotrain.data.shards import ShardedSamples
+    from cotrain.data.sampler import PeerSampler
     from tests.support.altered import set_pace
 
     _, _, pace, path, *flags = sys.argv
-    load, file = ShardedSamples.__getitem__, open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
+    draw, file = PeerSampler.__iter__, open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
 
-    def load_and_record(samples: ShardedSamples, number: int) -> dict:
-        file.write(f"{number}\n")
-        return load(samples, number)
+    def draw_and_record(order: PeerSampler) -> Iterator[int]:
+        num_repeated = order.num_repeated
+        for number in draw(order):
+            file.write(f"{number if order.num_repeated == num_repeated else -1}\n")
+            num_repeated = order.num_repeated
+            yield number
 
-    ShardedSamples.__getitem__ = load_and_record
+    PeerSampler.__iter__ = draw_and_record
     set_pace(float(pace))
     sys.argv = ["run_trainer.py", *flags]
     run_script(run_trainer.main)
@@ -167,7 +180,9 @@ def run_peer() -> None:
 
 def join(args: argparse.Namespace) -> None:
     """Print when trainers begin, what they have on the disk, how long they wait and what they see twice."""
-    whole, run = pack_whole(args.folder), args.folder / "run"
+    base, run = args.folder / "public/data.tar.gz", args.folder / "run"
+    whole = base if args.skip_archive else pack_whole(args.folder)
+    caches, paces = (dict(zip(RATES, itertools.cycle(x), strict=False)) for x in (args.data_cache, args.pace))
     shutil.rmtree(run, ignore_errors=True)
     run.mkdir()
     (run / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
@@ -188,13 +203,13 @@ def join(args: argparse.Namespace) -> None:
             place = run / (folder or name)
             data = ("--dataset_path", place / "data", "--tokenizer_path", place / "tokenizer")
             script = Script(
-                "benchmarks/shards.py", "peer", args.pace, run / f"{folder or name}.numbers", "--run_id", "shards",
+                "benchmarks/shards.py", "peer", paces[name], run / f"{folder or name}.numbers", "--run_id", "shards",
                 "--model_name_or_path", run / "config.json", "--output_dir", place, *data, "--dataset_url",
                 f"http://{server.address}:8000/{path.relative_to(args.folder)}", "--dataset_sha256", file_sha256(path),
-                "--host_maddrs", f"/ip4/{hosts[name].address}/tcp/31337", "--target_batch_size", 96, "--optimizer",
-                "adamw", "--learning_rate", 0.001, "--warmup_steps", 0, "--per_device_train_batch_size", 8,
-                "--gradient_accumulation_steps", 1, "--data_cache", args.data_cache, "--bootstrap_timeout", 300,
-                *flags, log=run / f"{folder or name}.log", namespace=hosts[name].namespace,
+                "--host_maddrs", f"/ip4/{hosts[name].address}/tcp/31337", "--target_batch_size",
+                args.target_batch_size, "--optimizer", "adamw", "--learning_rate", 0.001, "--warmup_steps", 0,
+                "--per_device_train_batch_size", 8, "--gradient_accumulation_steps", 1, "--data_cache", caches[name],
+                "--bootstrap_timeout", 300, *flags, log=run / f"{folder or name}.log", namespace=hosts[name].namespace,
                 env={"OMP_NUM_THREADS": "1"},
             )  # fmt: skip
             stack.callback(script.kill_all)
@@ -206,10 +221,16 @@ def join(args: argparse.Namespace) -> None:
             script.wait_for("Local step 1:", LONGEST)
             return script, time.monotonic() - began
 
+        def restart() -> None:
+            trainers["second"].kill()
+            flags = ("--initial_peers", trainers["first"].address)
+            trainers["second"], seconds = begin("second", base, *flags, folder="second-shards")
+            print(f"second, killed and started again: {seconds:.0f} s", flush=True)
+
         def status(name: str) -> str:
             return json.loads((run / name / "status.json").read_text(encoding="utf-8"))["data"]
 
-        web, base = serve(), args.folder / "public/data.tar.gz"
+        web = serve()
         wait_until(lambda: server_answers(server), 60, "the web server")
         print(f"{'trainer':<10}{'Mbit/s':>8}{'data':>10}{'first local step':>20}{'on the disk':>14}", flush=True)
         trainers = {}
@@ -228,21 +249,21 @@ def join(args: argparse.Namespace) -> None:
                 else:
                     trainers[name] = script
         time.sleep(args.seconds)
-        trainers["second"].kill()
-        trainers["second"], seconds = begin(
-            "second", base, "--initial_peers", trainers["first"].address, folder="second-shards"
-        )
-        print(f"second, killed and started again: {seconds:.0f} s", flush=True)
+        restart()
         web.kill()
         print(f"the server is away for {args.away:.0f} s", flush=True)
-        time.sleep(args.away)
+        time.sleep(args.away / 2)
+        restart()
+        time.sleep(args.away / 2)
         web = serve()
         time.sleep(args.seconds)
         for name, script in trainers.items():
             numbers = (run / f"{name}-shards.numbers").read_text(encoding="utf-8").split()
-            twice = sum(count - 1 for count in Counter(numbers).values())
+            again = numbers.count("-1")
+            twice = sum(count - 1 for number, count in Counter(numbers).items() if number != "-1")
             most = sum(x.stat().st_size for x in (run / f"{name}-shards/data").rglob("*") if x.is_file()) / 1e6
-            print(f"{name}: {len(numbers):,} samples loaded, {twice} twice; {most:,.0f} MB on the disk; ", end="")
+            print(f"{name}: {len(numbers) - again:,} samples, {twice} twice; {again:,} repeated; ", end="")
+            print(f"{most:,.0f} MB on the disk; ", end="")
             print(status(f"{name}-shards"), flush=True)
             assert script.process.poll() is None, script.output[-500:]
         print(f"load average for each core: {os.getloadavg()[0] / os.cpu_count():.1f}")
@@ -310,7 +331,7 @@ def compare_losses(args: argparse.Namespace) -> None:
         """All shards are here."""
 
         def __init__(self, window: int):
-            self.shards, self.window = shards, window
+            self.shards, self.window, self.here = shards, window, set()
             self.ask = self.start = lambda *_: None
             self.has = lambda _: True
 
@@ -343,8 +364,9 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, nargs="+", default=[100.0, 500.0, 2000.0])
     parser.add_argument("--shard_size", default="256MB")
     parser.add_argument("--shards", type=int, default=12, help="number after `extend`")
-    parser.add_argument("--data_cache", default="2GB")
-    parser.add_argument("--pace", type=float, default=0.2, help="seconds of a local step, of 8 samples")
+    parser.add_argument("--data_cache", nargs="+", default=["2GB"], help="of all trainers, or of each")
+    parser.add_argument("--target_batch_size", type=int, default=96)
+    parser.add_argument("--pace", type=float, nargs="+", default=[0.2], help="seconds of a local step, of 8 samples")
     parser.add_argument("--seconds", type=float, default=120.0, help="between two events")
     parser.add_argument("--away", type=float, default=120.0, help="seconds for which the server is away")
     parser.add_argument("--skip_archive", action="store_true", help="do not begin with the whole archive")
