@@ -61,6 +61,7 @@ class PeerSampler(Sampler):
         self.began, self.waited, self.num_repeated = time.monotonic(), 0.0, 0
         self._order, self._last_shards = self._draw_order(self.passes), []
         if self.cache is not None:
+            self._last_shards = sorted(self.cache.here)[:1]  # one stays: the host may be away
             self._ask(self._find_stage()[0])
             self.cache.start()
 
@@ -124,13 +125,13 @@ class PeerSampler(Sampler):
         newest = stage % (len(self._order) + self.window - 1)
         later = self._order[newest + 1 :] + self._draw_order(self.passes + 1)
         self.cache.ask([*shards, *self._last_shards, *later])  # workers may still read from the last ones
-        self._last_shards = shards
         return shards
 
     def _await_shards(self, stage: int) -> Iterator[int]:
         """Wait for the shards of a stage. After PATIENCE seconds, yield local steps of samples of others meanwhile."""
         old, needed, began = self._last_shards, self._ask(stage), time.monotonic()
         generator, num_repeated = self._generator(self.passes, "repeat", stage), self.num_repeated
+        self._last_shards = needed
         while not self.cache.has(needed):
             if self.should_stop():
                 raise SystemExit(0)

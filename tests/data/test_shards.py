@@ -282,7 +282,7 @@ class FakeSamples:
         self.asked: list[list[int]] = []
         self.missing: set[int] = set()
         self.attempts = 10**6  # to wait, after which what is missing arrives
-        self.here = set(range(len(sizes)))
+        self.here: set[int] = set()  # until `has` is called
 
     def __len__(self) -> int:
         return sum(shard.samples for shard in self.shards)
@@ -444,6 +444,32 @@ def test_server_away_and_back(args, host, caplog):
     while order.position == position:
         next(numbers)
     assert "no new ones" not in order.describe()
+
+
+def test_restart_while_the_server_is_away(args, host, tmp_path):
+    """A trainer with the smallest cache has used all its shards, and the next one of its order is not there."""
+    samples, path = open_samples(args), tmp_path / "samples.json"
+    largest = max(samples.shards, key=lambda shard: shard.unpacked)
+    args.data_cache = f"{(3 * largest.unpacked + largest.bytes) / 1000:.1f}kB"
+    order = PeerSampler(samples, "peer", 0, 2, path)
+    assert order.window == 1
+    numbers = iter(order)
+    next(numbers)
+    wait_until(lambda: order.cache.has(order.cache._wanted), SECONDS, "a full cache")
+    host.away = True
+    while not order.num_repeated:
+        next(numbers)
+    order.cache.stop()
+    order.cache.join()
+    order.cache._lock.__exit__(None, None, None)
+    again = PeerSampler(samples, "peer", 0, 2, path)
+    numbers = iter(again)
+    assert len(samples[next(numbers)]["input_ids"]) <= 32 and again.num_repeated == 1
+    host.away = False
+    position = again.position
+    while again.position == position:
+        next(numbers)
+    assert again.passes == 0
 
 
 def test_server_that_is_away_at_the_first_shard_ends_the_trainer(args, host):
