@@ -59,7 +59,7 @@ class PeerSampler(Sampler):
             if self.position >= self.pass_length or data != [self.length, self.window]:  # of another order
                 self.passes, self.position, self._marked = self.passes + 1, 0, 0
         self.began, self.waited, self.num_repeated = time.monotonic(), 0.0, 0
-        self._order, self._last_shards = self._draw_order(self.passes), []
+        self._order, self._plan, self._last_shards = self._draw_order(self.passes), [], []
         if self.cache is not None:
             self._last_shards = sorted(self.cache.here)[:1]  # one stays: the host may be away
             self._ask(self._find_stage()[0])
@@ -101,8 +101,12 @@ class PeerSampler(Sampler):
                 yield from self._await_shards(stage)
             numbers, (repetition, bounds) = [], self._divide(stage)
             for shard, start, stop in bounds:
-                order = self._generator(self.passes, repetition, shard).permutation(self.sizes[shard])
-                numbers.append(self.starts[shard] + order[start:stop])
+                source = next(x for x in [shard, *self._plan] if self.cache is None or x in self.cache.here)
+                order = self._generator(self.passes, repetition, shard).permutation(self.sizes[source])
+                numbers.append(self.starts[source] + np.resize(order, self.sizes[shard])[start:stop])
+                if source != shard:
+                    logger.warning(f"A shard is left out: {stop - start:,} samples of others come again instead")
+                    self.num_repeated += stop - start
             numbers = self._generator(self.passes, "stage", stage).permutation(np.concatenate(numbers))
             for number in numbers[skipped:].tolist():
                 if self.position >= self.pass_length:
@@ -124,7 +128,8 @@ class PeerSampler(Sampler):
         shards = [shard for shard, *_ in self._divide(stage)[1]]
         newest = stage % (len(self._order) + self.window - 1)
         later = self._order[newest + 1 :] + self._draw_order(self.passes + 1)
-        self.cache.ask([*shards, *self._last_shards, *later])  # workers may still read from the last ones
+        self._plan = [*shards, *self._last_shards, *later]  # workers may still read from the last ones
+        self.cache.ask(self._plan)
         return shards
 
     def _await_shards(self, stage: int) -> Iterator[int]:

@@ -12,7 +12,7 @@ from datasets import Dataset
 from cotrain.arguments import DatasetArguments, parse_size
 from cotrain.common.atomic_files import lock_folder
 from cotrain.common.backoff import Backoff
-from cotrain.common.errors import UserError, describe
+from cotrain.common.errors import TemporaryError, UserError, describe
 from cotrain.data.download import fetch_shard
 from cotrain.data.loading import open_samples
 from cotrain.data.manifest import Manifest
@@ -75,6 +75,8 @@ class ShardCache(PeriodicThread):
             text = f"{len(self.here)} of {len(self.shards)} shards are in '{args.dataset_path}'"
             raise UserError(f"{text}: pass --dataset_url with the address of the archive beside them")
         self._wanted: list[int] = []
+        self.refused: set[int] = set()  # by the host, or damaged there
+        self.lost: set[int] = set()  # those of them after which another shard came
         self.fault: Exception | None = None
         self._backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
 
@@ -88,18 +90,19 @@ class ShardCache(PeriodicThread):
         self._wanted = wanted[: bisect.bisect_right(sizes, self._room)]
 
     def has(self, shards: Collection[int]) -> bool:
-        """Return whether shards are here.
+        """Return whether shards are here, except those that are lost.
 
         :raises UserError: if there is none at all, because the download fails
         """
-        if self.fault is not None and not self.here:
+        if self.fault is not None and not self.here and (len(self.refused) != 1 or len(self.shards) == 1):
             raise self.fault
-        return self.here.issuperset(shards)
+        return self.here.union(self.lost).issuperset(shards)
 
     def work(self) -> None:
-        """Download the most urgent shard that is missing."""
+        """Download the most urgent shard that is missing; those that were refused at last."""
         wanted = self._wanted
-        index = next((index for index in wanted if index not in self.here), None)
+        missing = (index for index in wanted if index not in self.here)
+        index = min(missing, key=self.refused.__contains__, default=None)
         if index is None:
             return
         for old in self.here.difference(wanted):
@@ -109,10 +112,14 @@ class ShardCache(PeriodicThread):
             fetch_shard(self.args, self.shards[index], self.manifest)
         except Exception as error:  # also a full disk; training continues on the shards that are here
             self.fault, self.period = error, self._backoff.fail()
+            if not isinstance(error, TemporaryError):
+                self.refused.add(index)
             kept = f"training continues on the {len(self.here)} shards that are here"
             logger.warning(f"{describe(error)}; {kept}, and the download in {self.period:.0f} s")
         else:
             self.here.add(index)
+            self.refused.discard(index)
+            self.lost = self.refused.copy()
             self.fault, self.period = None, POLL_SECONDS
             self._backoff.reset()
 

@@ -472,6 +472,30 @@ def test_restart_while_the_server_is_away(args, host, tmp_path):
     assert again.passes == 0
 
 
+@pytest.mark.parametrize("place", [0, 2])
+def test_one_shard_that_is_damaged_on_the_server(args, host, tmp_path, caplog, place):
+    samples = open_samples(args)
+    order = PeerSampler(samples, "peer", 0, 2)
+    damaged = order._order[place]
+    path = tmp_path / "public" / samples.shards[damaged].name
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + b"x")
+    seen = []
+    for number in order:
+        seen.append(number)
+        assert order.num_repeated < 20_000, "the trainer waits for the shard"
+        if "A shard is left out" in caplog.text and content:
+            assert damaged not in order.cache.here
+            path.write_bytes(content)
+            content = b""
+            wait_until(lambda: damaged in order.cache.here, SECONDS, "the shard, which was repaired")
+    starts, own = order.starts, samples.shards[damaged].samples
+    of_damaged = {number for number in seen if starts[damaged] <= number < starts[damaged + 1]}
+    assert own / 4 < len(of_damaged) < own, "parts of it, after it was repaired"
+    assert len(samples) - len(set(seen)) == own - len(of_damaged) + len(samples) % 2, "the others are complete"
+    assert order.passes == 0
+
+
 def test_server_that_is_away_at_the_first_shard_ends_the_trainer(args, host):
     samples = open_samples(args)
     host.away = True
