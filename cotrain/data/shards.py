@@ -103,11 +103,11 @@ class ShardCache(PeriodicThread):
         wanted = self._wanted
         missing = (index for index in wanted if index not in self.here)
         index = min(missing, key=self.refused.__contains__, default=None)
-        if index is None:
-            return
         for old in self.here.difference(wanted):
             self.here.remove(old)
             self._path(old).unlink(missing_ok=True)
+        if index is None:
+            return
         try:
             fetch_shard(self.args, self.shards[index], self.manifest)
         except Exception as error:  # also a full disk; training continues on the shards that are here

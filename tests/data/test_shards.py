@@ -446,6 +446,24 @@ def test_server_away_and_back(args, host, caplog):
     assert "no new ones" not in order.describe()
 
 
+def end(order: PeerSampler) -> None:
+    """Let go of the folder, as a trainer that ends."""
+    order.cache.stop()
+    order.cache.join()
+    order.cache._lock.__exit__(None, None, None)
+
+
+def test_smaller_cache_after_a_restart(args):
+    room, args.data_cache = args.data_cache, "2GB"
+    samples = open_samples(args)
+    order = PeerSampler(samples, "peer", 0)
+    wait_until(lambda: len(order.cache.here) == 7, SECONDS, "all shards")
+    end(order)
+    args.data_cache = room
+    order = PeerSampler(samples, "peer", 0)
+    wait_until(lambda: len(files(args)) == len(order.cache._wanted) < 7, SECONDS, "the others are removed")
+
+
 def test_restart_while_the_server_is_away(args, host, tmp_path):
     """A trainer with the smallest cache has used all its shards, and the next one of its order is not there."""
     samples, path = open_samples(args), tmp_path / "samples.json"
@@ -459,9 +477,7 @@ def test_restart_while_the_server_is_away(args, host, tmp_path):
     host.away = True
     while not order.num_repeated:
         next(numbers)
-    order.cache.stop()
-    order.cache.join()
-    order.cache._lock.__exit__(None, None, None)
+    end(order)
     again = PeerSampler(samples, "peer", 0, 2, path)
     numbers = iter(again)
     assert len(samples[next(numbers)]["input_ids"]) <= 32 and again.num_repeated == 1
