@@ -65,8 +65,8 @@ def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> Pre
     """
     name = args.model_name_or_path
     is_read = not is_inline(name) and (args.from_pretrained or not is_published_name(name))
-    is_path = name != BASE_FOLDER and Path(name).exists()  # the run's data may have created it
-    if "model_name_or_path" in args.adopted and is_read and is_path:
+    is_from_run = "model_name_or_path" in args.adopted and name != BASE_FOLDER
+    if is_from_run and is_read and Path(name).exists():  # the run's data may have created it
         raise UserError(f"this run's --model_name_or_path '{name}' is a path on this machine: refused")
     if is_read and args.from_pretrained and Path(name, "adapter_config.json").is_file():  # peft would replace them
         raise UserError(f"--model_name_or_path: '{name}' has adapters: merge or remove them, see docs/fine-tuning.md")

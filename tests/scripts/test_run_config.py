@@ -142,12 +142,12 @@ def test_a_second_monitor_needs_the_address_alone(scripts, dataset_url):
     # The organiser's monitor joins through the second one, and changes what trainers may choose for themselves.
     first = start_monitor(
         "monitor", second.address, "--run_config", scripts.folder / "run.yaml", "--host_maddrs", first_port,
-        "--page", "https://example.org/new", "--no_store_checkpoints",
+        "--page", "https://example.org/new", "--no_store_checkpoints", "--bootstrap_timeout", 60,
     )  # fmt: skip
     assert first.address == first_address
     carol = volunteer("carol", second.address)
     carol.wait_for("Curves of the run: https://example.org/new\n")
-    third = start_monitor("third", carol.address, "--learning_rate", 1.0)
+    third = start_monitor("third", carol.address, "--learning_rate", 1.0, "--bootstrap_timeout", 60)
     assert third.wait(120) == 1 and "--learning_rate is 1.0 here and 0.01 in run tree" in third.output
     for script in (alice, bob, carol, second, first):
         assert script.stop() == 0, script.output
