@@ -57,6 +57,7 @@ def setup_logging(debug: bool = False) -> None:
             os.register_at_fork(after_in_child=lambda: tqdm.set_lock(threading.RLock()))
     # After loading a state, hivemind steps the schedule without a step of the optimizer.
     warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step\\(\\)` before")
+    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")  # which peft reads
     if not debug:
         logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # errors of pending tasks while a peer leaves
         for handler in logging.getLogger().handlers:
