@@ -49,7 +49,7 @@ lint: .venv/installed-dev  ## Check style, format, imports, and the types of the
 	.venv/bin/lint-imports
 	.venv/bin/basedpyright
 	@# Of the rest, no more errors than there are; lower the number with them.
-	.venv/bin/basedpyright --level error cotrain *.py | tail -n 1 | awk '{ print; exit $$1 > 290 }'
+	.venv/bin/basedpyright --level error cotrain *.py | tail -n 1 | awk '{ print; exit $$1 > 288 }'
 	.venv/bin/python -m pytest -q -p no:xdist tests/common/test_layout.py
 
 # torch's build and its CUDA packages depend on the GPU.

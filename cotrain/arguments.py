@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from cotrain.common.flags import (
     MAX_PAGE_LENGTH,
@@ -339,9 +339,9 @@ class ModelArguments(Flags, group="Model and data"):
             require(is_hex, "--dataset_sha256 must be 64 hexadecimal digits, as tokenize_wikitext103.py prints them")
 
     @property
-    def hub_options(self) -> dict[str, object]:
+    def hub_options(self) -> dict[str, Any]:
         """Options of transformers for files on the Hub, with less trust in a repository that the run has chosen."""
-        own = {"cache_dir": self.cache_dir, "trust_remote_code": False}
+        own: dict[str, Any] = {"cache_dir": self.cache_dir, "trust_remote_code": False}
         own |= {} if self.model_revision is None else {"revision": self.model_revision}
         return own | ({"token": False, "use_safetensors": True} if "model_name_or_path" in self.adopted else {})
 
