@@ -136,7 +136,7 @@ def measure_trainers(folder: Path, width: int, rank: int, launcher: Launcher) ->
         trainers = [first, scripts.trainer("1", *flags, "--initial_peers", first.address, pace=PACES[1])]
         wait_until(lambda: all(t.output.count("Averaged gradients with 2") >= 4 for t in trainers), 1200, "four steps")
         used = []
-        for _ in range(20):  # rounds and steps go on
+        for _ in range(20):  # while rounds and steps run
             used.append(sum(measure_memory(t.process.pid, t.family()).total() for t in trainers))
             time.sleep(1)
     finally:

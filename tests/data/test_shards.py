@@ -427,15 +427,21 @@ def test_what_is_here_is_not_downloaded_again(args, host):
     assert len(host.asked) == 1
 
 
-def test_server_away_and_back(args, host, caplog):
-    samples = open_samples(args)
-    order = PeerSampler(samples, "peer", 0, 2)
+def outlast(order: PeerSampler, host: Host) -> Iterator[int]:
+    """Take samples until those that are here come again, since the server is away."""
     numbers = iter(order)
     next(numbers)
     wait_until(lambda: order.cache.has(order.cache._wanted), SECONDS, "a full cache")
     host.away = True
     while not order.num_repeated:
         next(numbers)
+    return numbers
+
+
+def test_server_away_and_back(args, host, caplog):
+    samples = open_samples(args)
+    order = PeerSampler(samples, "peer", 0, 2)
+    numbers = outlast(order, host)
     assert "status 503" in caplog.text and "training continues on the" in caplog.text
     assert "no new ones: --dataset_url" in order.describe()
     position = order.position
@@ -471,12 +477,7 @@ def test_restart_while_the_server_is_away(args, host, tmp_path):
     args.data_cache = f"{(3 * largest.unpacked + largest.bytes) / 1000:.1f}kB"
     order = PeerSampler(samples, "peer", 0, 2, path)
     assert order.window == 1
-    numbers = iter(order)
-    next(numbers)
-    wait_until(lambda: order.cache.has(order.cache._wanted), SECONDS, "a full cache")
-    host.away = True
-    while not order.num_repeated:
-        next(numbers)
+    outlast(order, host)
     end(order)
     again = PeerSampler(samples, "peer", 0, 2, path)
     numbers = iter(again)
