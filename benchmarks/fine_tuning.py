@@ -170,6 +170,8 @@ def main() -> None:
     if args.memory:
         with tempfile.TemporaryDirectory() as name:
             return measure_memory_of_parameters(Path(name))
+    if args.train_file is None:
+        parser.error("pass --train_file or --memory")
     text = args.train_file.read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
