@@ -8,13 +8,12 @@ from hivemind.averaging.control import AveragingStage
 from hivemind.utils import get_logger
 
 from peerstep.clock import run_time
-from peerstep.matchmaking import RoundControl
+from peerstep.matchmaking import POLL_SECONDS, RoundControl
 from peerstep.progress import ProgressTracker
 from peerstep.rounds import Outcome, RoundAverager, RoundResult
 
 logger = get_logger(__name__)
 
-POLL_SECONDS = 0.05
 # Interval between two reads of the progress reports while a round waits for other peers: doubled after each read, up
 # to the maximum.
 LOOK_SECONDS, MAX_LOOK_SECONDS = 0.5, 2.0

@@ -20,7 +20,7 @@ from hivemind.utils import MPFuture, PerformanceEMA, get_logger
 
 from peerstep.clock import run_time
 from peerstep.history import MAX_DIFFERENT, Side, different_marks
-from peerstep.matchmaking import RosterEntry
+from peerstep.matchmaking import POLL_SECONDS, RosterEntry
 from peerstep.neighbours import cap_weights
 from peerstep.progress_record import PROTOCOL, PeerProgress, parse_progress
 from peerstep.records import READ_TIMEOUT, signer_of, store_record
@@ -35,7 +35,6 @@ ALIVE_SECONDS = 3 * HEARTBEAT_SECONDS  # age of the newest report from which on 
 PROBATION_SECONDS = 1.5 * HEARTBEAT_SECONDS  # for which a peer counts as alive whose first report looks old
 MAX_EXTRAPOLATION = 60.0  # seconds after its newest samples for which a peer is assumed to compute
 SECONDS_PER_PEER = 0.2  # between two reads: a read of 100 reports costs the other nodes 0.7 MB
-POLL_SECONDS = 0.05
 ROUND_END_SECONDS = 2.0  # between two reads while other trainers are still in the round that this peer has left
 HOLD_SECONDS = 120.0  # after a step, for which a trainer that is ahead of most others waits for them
 CONFIRMING_READS = 2  # of the reports after which a trainer believes that the others have another history
