@@ -78,6 +78,7 @@ class Claims:
     is_settling: bool = False  # whether its optimizer statistics lack updates that its parameters have
 
     def pack(self) -> bytes:
+        """Return the 17 bytes of a request, see `parse_claims`."""
         return _CLAIMS.pack(self.bandwidth, self.distance, self.is_settling)
 
 

@@ -95,8 +95,8 @@ def use_own_socket_folder(_pid: int) -> None:
 async def receive_raw_data(reader: asyncio.StreamReader) -> bytes:
     """Receive a message of a stream. hivemind believes any length: one stream could fill the memory.
 
-    A message larger than a unary one may be counts as the end of the stream, without a log line. The largest are parts
-    of tensors, of 0.5 MiB.
+    A message larger than a unary one may be raises IncompleteReadError, which ends the stream without a log line. The
+    largest are parts of tensors, of 0.5 MiB.
     """
     num_bytes = int.from_bytes(await reader.readexactly(P2P.HEADER_LEN), P2P.BYTEORDER)
     if num_bytes > DEFAULT_MAX_MSG_SIZE:
@@ -178,6 +178,7 @@ def _without_claims(found: ValueWithExpiration | None) -> ValueWithExpiration | 
 
 
 def bucket_of(subkey: object) -> int:
+    """Return the number of the key under which a subkey's report is; -1 for what is no subkey."""
     return zlib.crc32(subkey) % NUM_BUCKETS if isinstance(subkey, bytes) else -1
 
 

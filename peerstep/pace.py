@@ -22,9 +22,11 @@ class Pace:
         self.local_seconds, self.local_since = math.inf, -math.inf
 
     def begin_local_step(self) -> None:
+        """Call it in the main thread as it begins to compute."""
         self.local_since = time.monotonic()
 
     def end_local_step(self) -> None:
+        """Call it once the gradients are computed."""
         self.local_seconds = time.monotonic() - self.local_since
 
     def _times(self) -> list[tuple[float, float, bool]]:

@@ -77,6 +77,7 @@ class Delivery:
 
     @property
     def is_poor(self) -> bool:
+        """Whether most members have not received all of them."""
         return self.failed * 2 > self.receivers
 
 

@@ -207,7 +207,10 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
                 packed = b""
 
     def get_current_state(self) -> tuple[None, tuple, StoredMessages]:
-        """Return the copy for hivemind, which moves tensors to shared memory, but not what is beside them."""
+        """Return the copy for hivemind, which moves tensors to shared memory, but not what is beside them.
+
+        :raises OSError: if the disk is full
+        """
         try:
             return None, (), self.copy_state()
         except OSError as error:

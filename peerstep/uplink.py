@@ -34,6 +34,7 @@ class UplinkMeter:
         self._begin()
 
     def stop(self) -> None:
+        """End the measurement with the time that has passed, if it has a larger rate."""
         self._timer.cancel()
         seconds = max(RATE_SECONDS, time.monotonic() - self._since)
         sent = [count - self._sent.get(name, count) for name, count in sent_bytes().items()]
