@@ -3,139 +3,126 @@
 All are stopped at once in the evening, and start again from their folders in the morning.
 """
 
+import json
+import re
 import signal
-from contextlib import ExitStack, closing
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from hivemind.utils.crypto import RSAPrivateKey
 
 from cotrain.admission.invitations import make_invitation, save_invitation
-from tests.support.namespaces import Host
-from tests.support.peers import ALTERED, BATCH_SIZE, Script, Scripts, reserve_maddr, steps_of, wait_until
-from tests.support.told import Monitor, Trainer, compare, read_told
+from cotrain.common.names import label
+from tests.support.peers import ALTERED, BATCH_SIZE, Script, read_jsonl, reserve_maddr, steps_of, wait_until
 
-CLIENT = "dave"  # behind NAT where there are hosts, and with a wrong clock
-CLOCK = -3600.0  # seconds by which it is ahead
-EVENINGS = signal.SIGINT, signal.SIGTERM
-ALONE = "proceeding with local gradients"
+PACES = {"alice": 0.25, "slow": 0.5, "dave": 0.3}  # seconds of a local step
+CLIENT = "dave"  # in client mode, and with a clock that is an hour late
+ROUND = f"Averaged gradients with {len(PACES)} peers"
 
 
-class TwoDays:
-    """The peers, which are invited by name and keep their folders overnight.
+def start_day(scripts, address: str) -> dict[str, Script]:
+    """Start all peers as their owners would: trainers take the settings of the run from the monitor."""
+    running = {"monitor": scripts.monitor(
+        "--run_id", "days", "--host_maddrs", address, "--invitation", scripts.folder / "monitor.invitation",
+        *steps_of(seconds=5, num_trainers=3), "--target_group_size", 3, "--matchmaking_time", 4, "--warmup_steps", 0,
+        "--averaging_timeout", 30, "--learning_rate", 0.03, "--save_checkpoint_step_interval", 2,
+        "--average_state_every", 2, "--refresh_period", 4,
+    )}  # fmt: skip
+    for name, pace in PACES.items():
+        flags, env = (["--client_mode"], {"CLOCK": "-3600"}) if name == CLIENT else ([], {})
+        running[name] = scripts.start(
+            ALTERED, "run_trainer.py", "--initial_peers", running["monitor"].address,
+            "--invitation", scripts.folder / f"{name}.invitation", "--tokenizer_path", scripts.data / "tokenizer",
+            "--dataset_path", scripts.data / "dataset", "--output_dir", scripts.folder / name,
+            "--per_device_train_batch_size", BATCH_SIZE, "--gradient_accumulation_steps", 1,
+            "--dataloader_num_workers", 0, "--max_refresh_period", 2, *flags, log=name, env={"PACE": str(pace), **env},
+        )  # fmt: skip
+    return running
 
-    :param homes: by name, the scripts of each peer's host
-    :param paces: by name, seconds of a trainer's local step
-    """
 
-    def __init__(self, folder: Path, homes: dict[str, Scripts], address: str, paces: dict[str, float]):
-        self.folder, self.homes, self.address, self.paces = folder, homes, address, paces
-        self.running: dict[str, Script] = {}
-        authority, self.peer_ids = RSAPrivateKey(), {}
-        for name in ("monitor", *paces):
-            invitation = make_invitation(authority, name, days=1)
-            save_invitation(invitation, self._invitation(name))
-            self.peer_ids[name] = str(invitation.peer_id)
+def read_day(output: str, name: str) -> tuple[dict[int, int], dict[int, float]]:
+    """Return a trainer's samples and loss by step, of a day at whose end it is thanked for them."""
+    text = re.sub(r"\x1b\[[\d;]*m", "", output)
+    assert f"This peer is {name}\n" in text
+    total, samples, losses = 0, {}, {}
+    for block in re.split(r"(?=\bStep #\d+\n)", text)[1:]:
+        step, contribution = (int(re.search(rf"{what}(\d+)", block)[1]) for what in ("Step #", "contribution: "))
+        samples[step], total = contribution - total, contribution
+        losses[step] = float(re.search(r"Local loss: ([\d.]+)", block)[1])
+    (thanks,) = re.findall(r"Thank you, (.+)! You contributed ([\d,]+) samples to (\d+) global", text)
+    assert thanks == (name, f"{total:,}", str(len(samples)))
+    return samples, losses
 
-    def _invitation(self, name: str) -> Path:
-        return self.folder / f"{name}.invitation"
 
-    def start(self, name: str) -> None:
-        """Start a peer as its owner would: trainers take the settings of the run from the monitor."""
-        scripts, invited = self.homes[name], ("--invitation", self._invitation(name))
-        if name == "monitor":
-            script = scripts.monitor(
-                "--run_id", "days", "--host_maddrs", self.address, *invited, *steps_of(seconds=5, num_trainers=3),
-                "--target_group_size", 3, "--matchmaking_time", 4, "--averaging_timeout", 30, "--warmup_steps", 0,
-                "--learning_rate", 0.03, "--save_checkpoint_step_interval", 2, "--average_state_every", 2,
-                "--refresh_period", 4,
-            )  # fmt: skip
-        else:
-            script = scripts.start(
-                ALTERED, "run_trainer.py", "--initial_peers", self.running["monitor"].address, *invited,
-                "--tokenizer_path", scripts.data / "tokenizer", "--dataset_path", scripts.data / "dataset",
-                "--output_dir", self.folder / name, "--per_device_train_batch_size", BATCH_SIZE,
-                "--gradient_accumulation_steps", 1, "--dataloader_num_workers", 0, "--max_refresh_period", 2,
-                *(["--client_mode"] if name == CLIENT else []), log=name,
-                env={"PACE": str(self.paces[name])} | ({"CLOCK": str(CLOCK)} if name == CLIENT else {}),
-            )  # fmt: skip
-        self.running[name] = script
-
-    def begin(self) -> None:
-        for name in ("monitor", *self.paces):
-            self.start(name)
-
-    def train(self, number: int = 3) -> None:
-        """Wait until all trainers have averaged so many times more, which the monitor has not read yet."""
-        before = {name: self._count_rounds(name) for name in self.paces}
-
-        def have_averaged() -> bool:
-            for peer in self.running.values():
-                assert peer.process.poll() is None, peer.output
-            return all(self._count_rounds(name) >= before[name] + number for name in self.paces)
-
-        wait_until(have_averaged, 240, "steps of all trainers")
-
-    def _count_rounds(self, name: str) -> int:
-        return self.running[name].output.count(f"Averaged gradients with {len(self.paces)} peers")
-
-    def end(self, number: int) -> None:
-        """Send a signal to all peers at once, and wait for their ends."""
-        for script in self.running.values():
-            script.process.send_signal(number)
-        for script in self.running.values():
-            assert script.wait(60) == 0, script.output
-            script.assert_nothing_left()
-
-    def read_told(self) -> tuple[Monitor, list[Trainer]]:
-        return read_told(self.folder, {name: self.peer_ids[name] for name in self.paces})
+def read_trainer(folder: Path, outputs: list[str], name: str) -> tuple[Counter, dict[int, float]]:
+    """Return what a trainer was told on all days, which its rounds and its newest status agree with."""
+    samples, losses = Counter(), {}
+    for output in outputs:
+        of_day, losses_of_day = read_day(output, name)
+        samples.update(of_day)
+        losses |= losses_of_day
+    status = json.loads((folder / "status.json").read_text(encoding="utf-8"))
+    newest = sum(of_day.values()), len(of_day), max(of_day), name
+    assert (status["applied"], status["joined"], status["step"], status["name"]) == newest
+    assert status["loss"] == pytest.approx(losses[max(losses)], abs=1e-5) and status["computed"] >= status["applied"]
+    return samples, losses
 
 
 @pytest.mark.early
 def test_all_are_told_the_same(scripts):
-    """On one machine, where all ends and starts are in order."""
-    paces = {"alice": 0.25, "slow": 0.5, CLIENT: 0.3}
-    days = TwoDays(scripts.folder, dict.fromkeys(("monitor", *paces), scripts), reserve_maddr(), paces)
-    for evening in EVENINGS:
-        days.begin()
-        days.train()
-        days.end(evening)
-    monitor, trainers = days.read_told()
-    assert compare(monitor, trainers) == []
-    assert all(day.thanks for trainer in trainers for day in trainer.days)
+    folder, authority, address = scripts.folder, RSAPrivateKey(), reserve_maddr()
+    invitations = {name: make_invitation(authority, name, days=1) for name in ("monitor", *PACES)}
+    peer_ids = {name: str(invitations[name].peer_id) for name in PACES}
+    for name, invitation in invitations.items():
+        save_invitation(invitation, folder / f"{name}.invitation")
+    outputs = {name: [] for name in ("monitor", *PACES)}
+    for evening in (signal.SIGINT, signal.SIGTERM):
+        running = start_day(scripts, address)
+        wait_until(lambda day=running: all(day[name].output.count(ROUND) >= 3 for name in PACES), 240, "three steps")
+        for script in running.values():
+            script.process.send_signal(evening)
+        for name, script in running.items():
+            assert script.wait(60) == 0, script.output
+            script.assert_nothing_left()
+            outputs[name].append(script.output)
 
-
-@pytest.mark.long
-def test_all_are_told_the_same_after_accidents(internet, tmp_path, data, launcher):
-    """On four hosts. A trainer's line fails, and later the trainer and the monitor are killed.
-
-    The local steps of the one with a thin line take longer than the monitor waits for a trainer that has no part.
-    """
-    paces = {"alice": 0.25, "thin": 11.0, CLIENT: 0.3}
-    hosts: dict[str, Host] = {name: internet.add_public() for name in ("monitor", "alice", "thin")}
-    hosts[CLIENT] = internet.add_home()
-    internet.limit(hosts["thin"], upload=2.0, download=10.0)
-    with ExitStack() as stack:
-        homes = {
-            name: stack.enter_context(closing(Scripts(tmp_path, data, host.namespace, launcher)))
-            for name, host in hosts.items()
+    labels = {peer_id: label(name, peer_id) for name, peer_id in peer_ids.items()}
+    told = {peer_id: read_trainer(folder / name, outputs[name], labels[peer_id]) for name, peer_id in peer_ids.items()}
+    log = "".join(outputs["monitor"])
+    late = re.findall(r"Step #(\d+): ([\d,]+) more samples of (.+), reported late", log)
+    records = read_jsonl(folder / "monitor" / "metrics.jsonl")
+    assert [record["step"] for record in records] == sorted(set().union(*(samples for samples, _ in told.values())))
+    for record in records:
+        step = record["step"]
+        later = {name: int(number.replace(",", "")) for number_of, number, name in late if int(number_of) == step}
+        parts = {
+            peer_id: (samples[step], losses[step])
+            for peer_id, (samples, losses) in told.items()
+            if step in samples and labels[peer_id] not in later
         }
-        days = TwoDays(tmp_path, homes, f"/ip4/{hosts['monitor'].address}/tcp/31337", paces)
-        days.begin()
-        days.train()
-        internet.divide(hosts["alice"])
-        days.running["alice"].wait_for(f"(?s){ALONE}.*{ALONE}", 240)
-        internet.divide()
-        days.running["alice"].wait_for(f"(?s){ALONE}.*Averaged gradients with 3 peers", 240)
-        days.end(EVENINGS[0])
-        days.begin()
-        days.train(2)
-        for victim in ("alice", "monitor"):
-            # A step that is killed before it is stored is told in a log alone.
-            newest = max(days.running["alice"].steps)
-            wait_until(lambda newest=newest: homes["monitor"].newest_step() >= newest, 120, "the report of its step")
-            days.running[victim].kill()
-            days.start(victim)
-            days.train(2)
-        days.end(EVENINGS[1])
-        assert compare(*days.read_told()) == []
+        assert record["samples"] == sum(samples for samples, _ in parts.values())
+        assert all(told[peer_id][0][step] == later[name] for peer_id, name in labels.items() if name in later)
+        loss = sum(samples * loss for samples, loss in parts.values()) / record["samples"]
+        assert record["loss"] == pytest.approx(loss, rel=1e-5)
+        assert record["contributors"] == len(parts) <= record["alive peers"] <= len(PACES)
+        line = f"Step #{step}\tloss = {record['loss']:.5f}\talive peers = {record['alive peers']}\t"
+        assert f"{line}samples = {record['samples']}\tperformance = {record['performance']:.2f} samples/s\n" in log
+    for name in PACES:
+        for entry in read_jsonl(folder / name / "rounds.jsonl"):
+            weights = {peer_id: told[peer_id][0][entry["step"]] for peer_id in entry["weights"]}
+            assert {peer_id: round(weight) for peer_id, weight in entry["weights"].items()} == weights
+
+    totals = {peer_id: sum(samples.values()) for peer_id, (samples, _) in told.items()}
+    board = json.loads((folder / "monitor" / "contributors.json").read_text(encoding="utf-8"))
+    rows = {(row["peer_id"], row["username"], row["samples"], row["steps"]) for row in board["contributors"]}
+    assert board["step"] == records[-1]["step"]
+    assert rows == {(peer_id, name, totals[peer_id], len(told[peer_id][0])) for name, peer_id in peer_ids.items()}
+    leaders = sorted(totals.items(), key=lambda item: -item[1])
+    names = ", ".join(f"{labels[peer_id]} {number:,}" for peer_id, number in leaders)
+    last = (
+        rf"{sum(totals.values()):,} samples in all(.*\n)+?.*Contributors, by samples: {re.escape(names)}; 3 in all\n"
+    )
+    assert re.search(last, outputs["monitor"][-1])
+    newest = max((path.name for path in folder.glob("monitor/checkpoint-*")), key=lambda name: int(name[11:]))
+    assert f"stopped at step #{records[-1]['step']}; the newest checkpoint is {newest}\n" in outputs["monitor"][-1]
