@@ -25,7 +25,6 @@ from deploy.aws import Deployment
 from deploy.join import choose_batch_size, trainer_command
 from tests.support.aws import DATA, IMAGE, make_settings
 from tests.support.peers import LOCAL, ROOT, wait_until
-from tests.support.tunnels import FakeNgrok
 
 NOTEBOOKS = sorted((ROOT / "deploy").glob("*.ipynb"))
 ADDRESS = "/ip4/127.0.0.1/tcp/1/p2p/QmSDukXYoCmQT4ZZWhofaSyxinZHByTqDrsffZFWrMDXH1"
@@ -200,17 +199,15 @@ def test_join_notebook_says_what_is_missing(repository):
     assert "Traceback" not in str(raised.value)
 
 
-# A real trainer in a project of a notebook: paced, and with fake servers of ngrok.
+# A real trainer in a project of a notebook: paced, and with a fake of ngrok's SDK
 PACED_TRAINER = """
 import ngrok, os, sys
 with open("notebook.pid", "w") as file:
     file.write(str(os.getppid()))
-with open(os.environ["FAKE_NGROK_CERTIFICATE"], "rb") as file:
-    certificate = bytearray(file.read())
-servers = ngrok.SessionBuilder().server_addr("localhost:" + os.environ["FAKE_NGROK"]).ca_cert(certificate)
-ngrok.SessionBuilder = lambda: servers
 sys.path.insert(0, {root!r})
-from tests.support import altered
+from tests.support import altered, tunnels
+ngrok.SessionBuilder = tunnels.FakeSessionBuilder
+tunnels.FakeSessionBuilder.log = "ngrok.txt"
 os.environ["PACE"] = {pace!r}
 sys.argv[:1] = ["altered.py", "run_trainer.py"]
 altered.main()
@@ -269,34 +266,29 @@ def test_friend_joins_a_notebook_through_its_tunnel(dataset_url, tmp_path, monke
     nvidia_smi(15360)
     for name, value in {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "NGROK_AUTHTOKEN": TOKEN}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("FAKE_NGROK_CERTIFICATE", str(tmp_path / "certificate.pem"))
     local = f"--host_maddrs {LOCAL} --dataloader_num_workers 0 --gradient_accumulation_steps 1"
     settings = "--model_name_or_path albert-tiny --target_batch_size 96 --learning_rate 0.01 --warmup_steps 0"
-    with FakeNgrok() as servers:
-        monkeypatch.setenv("FAKE_NGROK", str(servers.port))
-        (tmp_path / "certificate.pem").write_bytes(servers.certificate)
-        host = RunningNotebook(
-            tmp_path / "host", "host_collaboration.ipynb", "0.25", DATASET_URL=dataset_url,
-            FLAGS=f"{settings} {local}", MONITOR_FLAGS="--no_store_checkpoints --refresh_period 1",
-        )  # fmt: skip
-        address = host.wait_for(r"--initial_peers /dns4/localhost/tcp/\d+/p2p/\w+")
-        host.wait_for("Your current contribution")
-        address = address.replace("/dns4/localhost", "/ip4/127.0.0.1")  # data in this machine is for its peers only
-        friend = RunningNotebook(
-            tmp_path / "friend", "join_collaboration.ipynb", "0.5", INITIAL_PEERS=address, USERNAME="friend",
-            MORE_FLAGS=local,
-        )  # fmt: skip
-        friend.wait_for(r"Joined the collaboration at step #\d+")
-        friend.wait_for("Averaged gradients with 2 peers")
-        host.wait_for("Averaged gradients with 2 peers")
-        host.wait_for(r"Joining run friends of organiser Qm\w+\n", "monitor.log")
-        host.wait_for(r"Step #\d+\tloss = .*\talive peers = 2", "monitor.log")
-        processes = [*host.processes(), *friend.processes()]
-        assert not any(TOKEN in word for process in processes for word in process.cmdline())
-        printed = {name: notebook.interrupt() for name, notebook in {"friend": friend, "host": host}.items()}
-        assert servers.was_told_to_close
-        wait_until(lambda: not servers.is_open, 30, "the end of the session")
-    assert servers.tokens == [TOKEN] and servers.bytes_passed > 0
+    host = RunningNotebook(
+        tmp_path / "host", "host_collaboration.ipynb", "0.25", DATASET_URL=dataset_url,
+        FLAGS=f"{settings} {local}", MONITOR_FLAGS="--no_store_checkpoints --refresh_period 1",
+    )  # fmt: skip
+    address = host.wait_for(r"--initial_peers /dns4/localhost/tcp/\d+/p2p/\w+")
+    host.wait_for("Your current contribution")
+    address = address.replace("/dns4/localhost", "/ip4/127.0.0.1")  # data in this machine is for its peers only
+    friend = RunningNotebook(
+        tmp_path / "friend", "join_collaboration.ipynb", "0.5", INITIAL_PEERS=address, USERNAME="friend",
+        MORE_FLAGS=local,
+    )  # fmt: skip
+    friend.wait_for(r"Joined the collaboration at step #\d+")
+    friend.wait_for("Averaged gradients with 2 peers")
+    host.wait_for("Averaged gradients with 2 peers")
+    host.wait_for(r"Joining run friends of organiser Qm\w+\n", "monitor.log")
+    host.wait_for(r"Step #\d+\tloss = .*\talive peers = 2", "monitor.log")
+    processes = [*host.processes(), *friend.processes()]
+    assert not any(TOKEN in word for process in processes for word in process.cmdline())
+    printed = {name: notebook.interrupt() for name, notebook in {"friend": friend, "host": host}.items()}
+    noted = (tmp_path / "host" / "ngrok.txt").read_text(encoding="utf-8").splitlines()
+    assert (noted[0], noted[-1]) == (f"token {TOKEN}", "close")
     shown = [output.get("data", {}) for output in outputs_of(host.notebook)]
     (curve,) = (data["image/png"] for data in shown if "image/png" in data)
     assert len(curve) > 1000

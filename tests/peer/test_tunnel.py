@@ -16,8 +16,8 @@ from cotrain.common.errors import UserError
 from cotrain.peer import tunnel
 from cotrain.peer.addresses import get_free_port
 from cotrain.peer.tunnel import NGROK_INSTALL, find_local_endpoint, find_local_maddrs, find_ngrok_token, open_tunnel
-from tests.support.peers import ROOT, wait_until
-from tests.support.tunnels import FakeNgrok, make_certificate
+from tests.support.peers import ROOT
+from tests.support.tunnels import FakeSessionBuilder
 
 SDK = ngrok.SessionBuilder
 TOKEN = "2abcdefghijklmnopqrstuvwxyz_SECRET"
@@ -33,12 +33,11 @@ def home(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def refusal(monkeypatch) -> Callable[[int, bytes], str]:
-    """Return a function that opens a tunnel at these servers instead of ngrok's, and returns the error."""
+def refusal(monkeypatch) -> Callable[[object], str]:
+    """Return a function that opens a tunnel with an instance of the SDK, and returns the error."""
 
-    def refusal(port: int, certificate: bytes) -> str:
+    def refusal(builder: object) -> str:
         monkeypatch.setenv("NGROK_AUTHTOKEN", TOKEN)
-        builder = SDK().server_addr(f"localhost:{port}").ca_cert(bytearray(certificate))
         monkeypatch.setattr(ngrok, "SessionBuilder", lambda: builder)
         with pytest.raises(UserError) as error_info, open_tunnel(BaseTrainingArguments(tunnel="ngrok")):
             pass
@@ -49,32 +48,30 @@ def refusal(monkeypatch) -> Callable[[int, bytes], str]:
     return refusal
 
 
-LOGIN = (
-    f"The authtoken you specified is properly formed, but it is invalid.\nYour authtoken: {TOKEN}\r\n\r\nERR_NGROK_107"
-)
-CARD = "You must add a credit or debit card\r\n\r\nERR_NGROK_8013\r\n"
-
-
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [
-        ({"refuse_login": LOGIN}, ["properly formed, but it is invalid", "ERR_NGROK_107"]),
-        ({"refuse_endpoint": CARD}, ["You must add a credit or debit card", "ERR_NGROK_8013"]),
-    ],
-)
-def test_refusal_is_shown_in_ngroks_words(fault, words, refusal):
-    with FakeNgrok(**fault) as servers:
-        message = refusal(servers.port, servers.certificate)
-        assert all(word in message for word in words)
-        wait_until(lambda: not servers.is_open, 120, "the end of the session")
+def test_refusal_is_shown_in_ngroks_words(refusal):
+    builder = FakeSessionBuilder()
+    builder.refusal = "failed to connect session", f"it is invalid.\nYour authtoken: {TOKEN}\r\n\r\nERR_NGROK_107"
+    assert refusal(builder).endswith("it is invalid. Your authtoken: ... ERR_NGROK_107")
 
 
 def test_ngrok_that_does_not_answer_is_named(refusal, monkeypatch):
-    certificate, _ = make_certificate()
-    assert "failed to connect" in refusal(get_free_port(), certificate)
+    """With the real SDK."""
+    assert "failed to connect" in refusal(SDK().server_addr(f"localhost:{get_free_port()}"))
     monkeypatch.setattr(tunnel, "NGROK_TIMEOUT", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        assert "no answer" in refusal(silent.getsockname()[1], certificate)
+        assert "no answer" in refusal(SDK().server_addr(f"localhost:{silent.getsockname()[1]}"))
+
+
+def test_tunnel_leads_to_the_peer_and_is_closed(monkeypatch, tmp_path):
+    monkeypatch.setenv("NGROK_AUTHTOKEN", TOKEN)
+    monkeypatch.setattr(FakeSessionBuilder, "log", str(tmp_path / "log"))
+    monkeypatch.setattr(ngrok, "SessionBuilder", FakeSessionBuilder)
+    args = BaseTrainingArguments(tunnel="ngrok", announce_maddrs=["/ip4/192.168.1.5/tcp/80"])
+    with open_tunnel(args):
+        port = args.host_maddrs[0].rsplit("/", 1)[1]
+        assert args.announce_maddrs == [f"/dns4/localhost/tcp/{port}", "/ip4/192.168.1.5/tcp/80"]
+    noted = (tmp_path / "log").read_text(encoding="utf-8").splitlines()
+    assert noted == [f"token {TOKEN}", f"open tcp://127.0.0.1:{port}", "close"]
 
 
 def test_sdk_that_is_not_installed_is_named_with_the_command(monkeypatch):
