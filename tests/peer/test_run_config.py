@@ -79,6 +79,8 @@ def test_signed_settings_are_read_as_they_were_stated(keys):
     config = RunConfig.parse(record, id_of(keys[1]))
     assert config.settings == SETTINGS and config.protocol == PROTOCOL
     assert (config.organiser, config.publisher) == (id_of(keys[0]), id_of(keys[1]))
+    config = RunConfig.parse({**record, "more": "x" * 1000}, id_of(keys[0]))
+    assert config.record == record, "what is not signed is not passed on"
 
 
 def test_a_model_is_published_by_its_name_or_as_its_configuration(keys, tmp_path, monkeypatch):
@@ -154,23 +156,16 @@ def test_the_organisers_peer_id_is_believed_before_what_a_trainer_relays(keys):
 
 
 def test_the_newest_settings_and_those_of_the_stated_run_are_believed(keys, monkeypatch):
-    records = {}
-    for number, run_id in enumerate(("a", "b", "a")):
-        monkeypatch.setattr(run_config, "run_time", lambda now=float(number): now)
-        records |= published(RunConfig.sign({"run_id": run_id, "seq_length": number}, keys[0]), keys[number])
-    trusted = set(map(id_of, keys))
-    for run_id, newest in (("a", 2), ("b", 1), (None, 2), ("c", 2)):
-        assert choose(records, trusted, run_id=run_id).settings["seq_length"] == newest
-
-
-def test_the_newest_settings_of_an_organiser_are_believed_whoever_publishes_them(keys, monkeypatch):
     organiser, trainer, stranger = keys
     records, now = {}, time.time()
-    for number, publisher in enumerate((trainer, stranger)):
+    for number, (run_id, publisher) in enumerate((("a", trainer), ("b", organiser), ("a", stranger))):
         monkeypatch.setattr(run_config, "run_time", lambda now=now + number: now)
-        records |= published(RunConfig.sign({"run_id": "a", "seq_length": number + 1}, organiser), publisher)
+        records |= published(RunConfig.sign({"run_id": run_id, "seq_length": number + 1}, organiser), publisher)
+    for run_id, newest in (("a", 3), ("b", 2), (None, 3), ("c", 3)):
+        assert choose(records, set(map(id_of, keys)), run_id=run_id).settings["seq_length"] == newest
     config = choose(records, {id_of(trainer)})
-    assert config.settings["seq_length"] == 2 and config.publisher == id_of(trainer), "who vouches for the organiser"
+    assert config.settings["seq_length"] == 3, "whoever publishes them"
+    assert config.publisher == id_of(trainer), "who vouches for the organiser"
 
 
 @pytest.mark.parametrize(("signed_at", "valid"), [("9e15", False), ("NaN", False), ("+7200", False), ("+600", True)])
@@ -199,7 +194,9 @@ def test_a_run_without_settings_needs_the_flags(tmp_path, monkeypatch):
         adopt_run_config(parse(*words), stop=None)
     assert "\n" not in str(info.value)
     line = parse(*words, "--run_id", "mine")
+    monkeypatch.setenv("RANK", "0")
     assert adopt_run_config(line, stop=None) is line.arguments
+    assert "RANK" not in os.environ, "accelerate would wait in C for a second rank"
 
 
 @pytest.fixture
@@ -341,29 +338,29 @@ def test_model_of_a_run_is_no_path(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "setting",
+    ("name", "value", "fault"),
     [
-        {"learning_rate": -1},
-        {"optimizer": "sgd"},
-        {"total_steps": "x"},
-        {"page": "https://a/ [click](x)"},
-        {"dataset_url": "file:///etc/passwd"},
-        {"dataset_url": "http://127.0.0.1\\@8.8.8.8/x"},
-        {"dataset_url": "http://127.0.0.1/\x7f"},
+        ("learning_rate", -1, "must be above 0"),
+        ("optimizer", "sgd", "invalid choice"),
+        ("total_steps", "x", "invalid int"),
+        ("page", "https://a/ [click](x)", "must be an address"),
+        ("dataset_url", "file:///etc/passwd", "must be an http"),
+        ("dataset_url", "http://127.0.0.1\\@8.8.8.8/x", "must be an http"),
+        ("dataset_url", "http://127.0.0.1/\x7f", "must be an http"),
+        ("averaging_timeout", 1e9, "must be at most 86400"),  # a trainer that hangs ends after this time
+        *((name, math.inf, "must be at most") for name in ("weight_decay", "clamp_value", "max_grad_norm")),
     ],
 )
-def test_wrong_settings_are_named_as_those_of_the_run(capsys, setting):
+def test_wrong_settings_are_named_as_those_of_the_run(capsys, name, value, fault):
     with pytest.raises(SystemExit) as exit_info:
-        parse("--initial_peers", PUBLIC).with_settings(setting)
+        parse("--initial_peers", PUBLIC).with_settings({name: value})
     assert exit_info.value.code == 2
-    assert re.search("the settings of the run: (argument )?--", capsys.readouterr().err)
+    assert re.search(f"the settings of the run: (argument )?--{name}.* {fault}", capsys.readouterr().err)
 
 
-def test_a_flag_that_differs_is_refused_with_both_values(keys):
+def test_data_that_is_there_needs_no_address(keys):
     config = RunConfig.sign({**SETTINGS, "dataset_url": "https://example.org/x", "matchmaking_time": 9.0}, keys[0])
-    refuse_differences(config, parse().with_settings(SETTINGS))  # data that is there needs no address
-    with pytest.raises(UserError, match=r"--learning_rate is 0\.02 here and 0\.01 in run tree: drop the flag"):
-        refuse_differences(config, parse().with_settings({**SETTINGS, "learning_rate": 0.02}))
+    refuse_differences(config, parse().with_settings(SETTINGS))
 
 
 @pytest.mark.parametrize(
@@ -371,11 +368,7 @@ def test_a_flag_that_differs_is_refused_with_both_values(keys):
     [
         ("one", "one", None),
         (None, None, None),
-        (
-            "one",
-            "other",
-            "is another version, SHA-256 .*: ask the organiser for the file, read it, and pass --task",
-        ),
+        ("one", "other", "is another version, SHA-256 .*: ask the organiser for the file, read it, and pass --task"),
         ("one", None, "--task is missing; run tree has the task with SHA-256"),
         (None, "one", "run tree trains a language model, without a task of its own: drop the flag"),
     ],
@@ -389,14 +382,6 @@ def test_all_peers_have_the_same_task(keys, tmp_path, of_the_run, own, fault, mo
     line = parse("--initial_peers", PUBLIC, "--output_dir", str(tmp_path), *task)
     with contextlib.nullcontext() if fault is None else pytest.raises(UserError, match=fault):
         adopt_run_config(line, stop=None)
-
-
-def test_page_is_adopted_and_may_differ(keys):
-    page = "https://huggingface.co/spaces/me/my-albert"
-    config = RunConfig.sign({**SETTINGS, "page": page}, keys[0])
-    arguments = parse().with_settings(config.settings)
-    assert page in [getattr(args, "page", None) for args in arguments]
-    refuse_differences(config, parse("--page", "http://localhost:7860").with_settings(SETTINGS))
 
 
 def test_signal_during_the_visit_ends_the_script_after_it():
@@ -415,23 +400,6 @@ def test_another_protocol_is_refused(keys, tmp_path, monkeypatch):
     monkeypatch.setattr(run_config, "_visit", lambda *_: config)
     with pytest.raises(UserError, match=f"the run has protocol {PROTOCOL + 1}, this checkout {PROTOCOL}"):
         adopt_run_config(parse("--initial_peers", PUBLIC, "--output_dir", str(tmp_path)), stop=None)
-
-
-def test_file_of_settings(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text("run_id: tree\nlocal_updates: true\nlearning_rate: 0.5\nends_at: 2100-01-02\n", encoding="utf-8")
-    line = ArgumentParser(MONITOR_ARGUMENTS, "test").parse(["--run_config", str(path), "--learning_rate", "0.25"])
-    assert line.values["run_id"] == "tree" and line.values["local_updates"] is True
-    assert line.values["learning_rate"] == 0.25, "the command line has the last word"
-
-
-@pytest.mark.parametrize(
-    "name", ["learning_rate", "weight_decay", "clamp_value", "max_grad_norm", "averaging_timeout"]
-)
-def test_signed_numbers_that_are_not_finite_are_refused_with_their_flag(name, capsys):
-    with pytest.raises(SystemExit):
-        parse().with_settings({name: math.inf})
-    assert f"error: the settings of the run: --{name} must be at most" in capsys.readouterr().err
 
 
 def test_each_flag_of_the_run_is_published_and_fits_into_a_record(keys):
@@ -471,10 +439,7 @@ FIELDS = {"model_type": "albert"}
         ({"model_type": "llama", "num_hidden_layers": 1e5}, "'num_hidden_layers' is 100000"),
         ({"model_type": "gpt_neo", "attention_types": [[["global"], 10**6]]}, "'attention_types' is"),
         ({"model_type": "gpt2", "n_positions": 10**6}, "its position embeddings have 3,072 MB"),
-        (
-            {"model_type": "distilbert", "max_position_embeddings": 10**6, "sinusoidal_pos_embds": True},
-            "have 3,072 MB",
-        ),
+        ({"model_type": "distilbert", "max_position_embeddings": 10**6, "sinusoidal_pos_embds": True}, "3,072 MB"),
         ({"model_type": "nemotron_h", "hybrid_override_pattern": "M" * 300}, "'hybrid_override_pattern' is"),
         ({"model_type": "gemma3", "vision_config": {"model_type": "timm_wrapper"}}, "'vision_config' is"),
         ({"model_type": "gemma3", "text_config": {"num_hidden_layers": 10**5}}, "'text_config' is"),
@@ -509,20 +474,6 @@ def test_model_of_a_run_that_could_not_be_trained_here_is_refused(monkeypatch):
         check_size(config, is_foreign=True)
     memory.total = 5 * num_bytes
     check_size(config, is_foreign=True)
-
-
-def test_timeout_of_years_is_refused(capsys):
-    """A trainer that hangs ends after this time and some minutes."""
-    line = ArgumentParser(TRAINER_ARGUMENTS, "test").parse([])
-    with pytest.raises(SystemExit):
-        line.with_settings({"averaging_timeout": 1e9})
-    assert "--averaging_timeout must be at most 86400" in capsys.readouterr().err
-
-
-def test_what_is_not_signed_is_not_passed_on(keys):
-    record = RunConfig.sign({"run_id": "run"}, keys[0]).record
-    config = RunConfig.parse({**record, "more": "x" * 1000}, id_of(keys[0]))
-    assert config.record == record
 
 
 def test_fields_that_load_code_are_ignored():

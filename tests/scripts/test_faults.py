@@ -73,15 +73,6 @@ def test_ctrl_c_at_a_trainer_with_tee_saves_a_checkpoint(scripts):
     load_training_state(checkpoint / STATE_FILE, "albert")
 
 
-def test_variables_of_a_launcher_are_ignored(scripts):
-    """accelerate would wait in C for a second rank, for ever and whatever signal comes."""
-    launcher = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
-    trainer = scripts.trainer("trainer", env=launcher)
-    trainer.wait_for(r"Step #\d")
-    assert trainer.stop() == 0
-    assert "ignoring LOCAL_RANK, MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE: " in trainer.output
-
-
 def test_folder_of_another_run_loses_nothing_and_hinders_nothing(scripts):
     """A volunteer joins a second run in the default folder, is killed, starts again, and returns to the first one."""
     common = ("--backup_every_steps", 1, *steps_of(seconds=0.5, num_trainers=1))
@@ -136,17 +127,6 @@ def test_ctrl_c_ends_the_tokenize_script_and_leaves_nothing_half_done(scripts):
     assert "Traceback" not in script.output
     assert not (scripts.folder / "dataset").exists() and not (scripts.folder / "tokenizer").exists()
     assert not list(scripts.folder.rglob(".*.new")), "temporary files are removed"
-
-
-def test_second_signal_ends_at_once(scripts):
-    trainer = scripts.trainer("trainer", *SLOW)
-    trainer.wait_for("Local step 1:")
-    trainer.process.send_signal(signal.SIGSTOP)  # so that both signals are pending when it continues
-    trainer.process.send_signal(signal.SIGINT)
-    trainer.process.send_signal(signal.SIGTERM)
-    trainer.process.send_signal(signal.SIGCONT)
-    assert trainer.wait() in (-signal.SIGINT, -signal.SIGTERM), "a clean end has code 0"
-    trainer.assert_nothing_left()
 
 
 def test_death_of_an_averager_is_noticed(scripts):

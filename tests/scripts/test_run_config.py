@@ -6,10 +6,9 @@ import resource
 from collections.abc import Callable
 
 import pytest
-from hivemind.utils.crypto import RSAPrivateKey
 
 from cotrain.models.config import CONFIGS
-from tests.support.peers import ALTERED, LOCAL, Script, invite, local_peer, reserve_maddr, wait_until
+from tests.support.peers import ALTERED, LOCAL, Script, reserve_maddr, wait_until
 
 
 def start_run(scripts, dataset_url: str, *flags: object) -> tuple[Script, Callable[..., Script]]:
@@ -44,23 +43,6 @@ def start_run(scripts, dataset_url: str, *flags: object) -> tuple[Script, Callab
         )  # fmt: skip
 
     return monitor, volunteer
-
-
-def test_invited_volunteers_need_the_address_and_their_invitation(scripts, dataset_url, tmp_path):
-    authority = RSAPrivateKey()
-    organiser, alice, bob = (invite(authority, tmp_path / f"{name}.invitation") for name in ("organiser", "al", "bob"))
-    monitor, volunteer = start_run(scripts, dataset_url, "--invitation", organiser)
-    address = monitor.address
-    trainers = [volunteer("alice", address, "--invitation", alice), volunteer("bob", address, "--invitation", bob)]
-    stranger = volunteer("mallory", address)
-    for trainer in trainers:
-        trainer.wait_for(r"Joining run tree of organiser Qm\w+\n")
-        trainer.wait_for("Averaged gradients with 2 peers")
-    assert stranger.wait(120) == 1
-    assert "the run needs an --invitation: ask its organiser for one" in stranger.output
-    assert "Joining run tree" not in stranger.output and not (scripts.folder / "mallory" / "data").exists()
-    for script in (*trainers, monitor):
-        assert script.stop() == 0, script.output
 
 
 @pytest.mark.early
@@ -152,32 +134,3 @@ def test_a_second_monitor_needs_the_address_alone(scripts, dataset_url):
     for script in (alice, bob, carol, second, first):
         assert script.stop() == 0, script.output
         assert "Traceback" not in script.output
-
-
-def test_trainer_that_begins_a_run_needs_no_monitor(scripts, dataset_url):
-    """Its settings are signed and published; a peer that has none leaves a newcomer with an error for now."""
-    folder = scripts.folder
-
-    def trainer(name: str, *flags: object) -> Script:
-        return scripts.start(
-            ALTERED, "run_trainer.py", *flags, "--host_maddrs", LOCAL, "--output_dir", folder / name,
-            "--dataset_path", folder / name / "data", "--tokenizer_path", folder / name / "tokenizer",
-            log=name, env={"PACE": "0.5"},
-        )  # fmt: skip
-
-    alice = trainer(
-        "alice", "--run_id", "tree", "--model_name_or_path", scripts.data / "config.json",
-        "--dataset_url", dataset_url,
-        "--target_batch_size", 32, "--learning_rate", 0.01, "--warmup_steps", 0, "--matchmaking_time", 4,
-    )  # fmt: skip
-    bob = trainer("bob", "--initial_peers", alice.address)
-    bob.wait_for(r"Joining run tree of organiser Qm\w+\n")
-    bob.wait_for(rf"Downloading {dataset_url}, [\d.]+ MB")
-    bob.wait_for("Averaged gradients with 2 peers")
-    for script in (alice, bob):
-        assert script.stop() == 0, script.output
-    with local_peer(folder, "tree") as peer:
-        carol = trainer("carol", "--initial_peers", str(peer.dht.get_visible_maddrs()[0]))
-        assert carol.wait(120) == 75
-    assert re.search(r"error: the initial peers publish no settings of a run; .*\n", carol.output)
-    assert "Traceback" not in carol.output and not (folder / "carol" / "data").exists()
