@@ -10,7 +10,7 @@ import run_evaluator
 import run_training_monitor
 from cotrain.arguments import TRAINER_ARGUMENTS
 from cotrain.common.argument_parser import parse_arguments
-from cotrain.common.flags import ArgumentsError, endpoint_to_maddrs
+from cotrain.common.flags import endpoint_to_maddrs
 from invite import InvitationArguments, RevocationArguments
 from run_local_demo import DemoArguments
 from tests.support.peers import ROOT
@@ -70,7 +70,9 @@ OTHER = PEER.replace(".1/", ".2/")
         ("run_trainer.py", "--experiment_prefix=x --averaging_expiration 10", {"run_id": "x", "matchmaking_time": 10}),
         ("run_trainer.py", "--dht_listen_on [::]:7", {"host_maddrs": ["/ip4/0.0.0.0/tcp/7", "/ip6/::/tcp/7"]}),
         ("run_trainer.py", f"--model_config_path {OLD_CONFIG}", {"model_name_or_path": "albert-large-v2"}),
-
+        ("run_trainer.py", "", {"gradient_compression": "float16", "state_compression": "float16"}),
+        ("run_trainer.py", "--averaging_compression=blockwise8",
+         {"gradient_compression": "blockwise8", "state_compression": "float16"}),
         ("run_trainer.py", f"--initial_peers {PEER},{PEER}", {"initial_peers": [PEER, PEER], "trusted_relays": []}),
         ("run_trainer.py", f"--use_auto_relay --initial_peers {PEER}", {"trusted_relays": [PEER]}),
         ("run_trainer.py", f"--use_auto_relay --initial_peers {PEER} --trusted_relays {OTHER}",
@@ -93,22 +95,6 @@ def test_values_that_a_command_leads_to(script, command, expected):
     arguments = parse(script, command)
     found = {name: getattr(args, name) for args in arguments for name in expected if hasattr(args, name)}
     assert found == expected
-
-
-@pytest.mark.parametrize(
-    ("command", "gradient", "state", "warnings"),
-    [
-        ("", "float16", "float16", []),
-        ("--averaging_compression=blockwise8", "blockwise8", "float16", ["--averaging_compression is now"]),
-        ("--compression none", "none", "float16", ["--compression is now --gradient_compression"]),
-        ("--gradient_compression none --state_compression scaled_float16", "none", "scaled_float16", []),
-    ],
-)
-def test_compressions_of_gradients_and_parameters_are_apart(command, gradient, state, warnings, capsys):
-    _, _, collaboration, *_ = parse("run_trainer.py", command)
-    assert (collaboration.gradient_compression, collaboration.state_compression) == (gradient, state)
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == len(warnings) and all(map(str.__contains__, lines, warnings))
 
 
 def test_each_old_flag_is_named_in_one_warning(capsys):
@@ -144,12 +130,6 @@ def test_endpoints_become_multiaddresses(endpoint, maddrs):
     assert endpoint_to_maddrs("--dht_listen_on", endpoint) == maddrs
 
 
-@pytest.mark.parametrize("endpoint", ["", "1337", "host", "host:", ":80x", "/ip4/1.2.3.4/tcp/5"])
-def test_what_is_no_endpoint_is_refused(endpoint):
-    with pytest.raises(ArgumentsError, match="--dht_listen_on: .*is not HOST:PORT"):
-        endpoint_to_maddrs("--dht_listen_on", endpoint)
-
-
 @pytest.mark.parametrize(
     ("script", "command", "culprit"),
     [
@@ -160,19 +140,15 @@ def test_what_is_no_endpoint_is_refused(endpoint):
         ("run_trainer.py", "--ends_at 2020-04-28", "has ended at 2020-04-28"),
         ("run_trainer.py", "--learning_rat 1", "did you mean --learning_rate"),
         ("run_trainer.py", "--run_id a.b", "--run_id"),
-        ("run_trainer.py", "--per_device_train_batch_size 0", "--per_device_train_batch_size"),
-        ("run_trainer.py", "--target_batch_size -5", "--target_batch_size"),
         ("run_trainer.py", "--batch_size_lead 5000", "--batch_size_lead"),
         ("run_trainer.py", "--matchmaking_time 2", "--matchmaking_time"),
-        ("run_trainer.py", "--warmup_steps 10 --total_steps 5", "--warmup_steps"),
+        ("run_trainer.py", "--warmup_steps 10 --total_steps 5", "--warmup_steps must be at most --total_steps 5"),
         ("run_trainer.py", "--learning_rate 0", "--learning_rate"),
         ("run_trainer.py", "--adam_beta1 1.0", "--adam_beta1"),
-        ("run_trainer.py", "--mlm_probability 2", "--mlm_probability"),
         ("run_trainer.py", "--fp16 --bf16", "--fp16"),
         ("run_trainer.py", "--averaging_compression UNIFORM_8BIT", "(choose from 'none', 'float16'"),
         ("run_trainer.py", "--no_delay_optimizer_step", "--no_delay_grad_averaging"),
         ("run_trainer.py", "--target_group_size 1", "--target_group_size"),
-        ("run_trainer.py", "--min_refresh_period 9 --max_refresh_period 3", "--min_refresh_period"),
         ("run_trainer.py", "--host_maddrs /ip4/999.0.0.1/tcp/80", "999.0.0.1"),
         ("run_trainer.py", "--host_maddrs /ip4/0.0.0.0/tcp", "'tcp'"),
         ("run_trainer.py", "--announce_maddrs /ip4/203.0.113.1/tcp/0", "--announce_maddrs"),
@@ -180,11 +156,9 @@ def test_what_is_no_endpoint_is_refused(endpoint):
         ("run_trainer.py", "--tunnel ngrok --announce_tunnel bore.pub:7", "--announce_tunnel"),
         ("run_trainer.py", "--tunnel ngrok --host_maddrs /ip4/0.0.0.0/udp/80/quic", "--host_maddrs"),
         ("run_trainer.py", "--announce_tunnel bore.pub:7", "--host_maddrs /ip4/0.0.0.0/tcp/PORT"),
-        ("run_trainer.py", f"--announce_tunnel bore.pub:7 {FIXED} --client_mode", "--client_mode"),
         ("run_trainer.py", f"--announce_tunnel bore.pub {FIXED}", "'bore.pub' is not HOST:PORT"),
         ("run_trainer.py", f"--announce_tunnel bore.pub:0 {FIXED}", "the port that other peers dial"),
         ("run_trainer.py", f"--announce_tunnel 0.0.0.0:7 {FIXED}", "0.0.0.0"),
-        ("run_trainer.py", f"--announce_tunnel ::1:7 {FIXED}", "is not HOST:PORT"),
         ("run_trainer.py", f"--initial_peers /ip4/203.0.113.1/tcp/80/p2p/{PEER_ID}!", "--initial_peers"),
         ("run_trainer.py", "--initial_peers /ip4/203.0.113.1/tcp/80", "PEER_ID"),
         ("run_trainer.py", f"--use_ipfs --initial_peers {PEER}", "--use_ipfs"),
@@ -196,31 +170,22 @@ def test_what_is_no_endpoint_is_refused(endpoint):
         ("run_trainer.py", "--dataset_url https://example.org/x --tokenizer_path d/t --dataset_path d", "each other"),
         ("run_trainer.py", f"--trusted_relays {PEER}", "--use_auto_relay"),
         ("run_trainer.py", "--use_auto_relay --trusted_relays /ip4/203.0.113.1/tcp/80", "--trusted_relays"),
-        ("run_trainer.py", "--use_auto_relay --client_mode", "--client_mode"),
-        ("run_training_monitor.py", "--refresh_period 0", "--refresh_period"),
         ("run_training_monitor.py", "--assist_in_averaging", "start run_trainer.py on this machine"),
-        ("run_evaluator.py", "--evaluation_interval 0", "--evaluation_interval"),
         ("run_evaluator.py", "--invitation a --identity_path b", "--identity_path"),
         ("invite.py", "--username alice", "--output"),
-        ("invite.py", "--username alice --output a --days 0", "--days"),
         ("invite.py revoke", "--authority authority.key", "--username"),
         ("invite.py revoke", "--username alice --invitation alice.invitation", "either"),
         ("run_training_monitor.py", "--repo_id me/my--albert", "--repo_id"),
         ("run_training_monitor.py", "--repo_url https://gitlab.example/me/my-albert", "--repo_id"),
         ("run_training_monitor.py", "--repo_id me/my-albert --no_store_checkpoints", "--no_store_checkpoints"),
-        ("run_training_monitor.py", "--repo_id me/my-albert --upload_interval -1", "--upload_interval"),
         ("run_training_monitor.py", "--wandb_project x --report_to trackio", "--wandb_project"),
         ("run_training_monitor.py", "--space_id my-albert", "--space_id"),
         ("run_training_monitor.py", "--space_id me/my-albert --report_to tensorboard", "--report_to tensorboard"),
-        ("run_training_monitor.py", "--target_batch_size 0", "--target_batch_size"),
-        ("run_training_monitor.py", "--warmup_steps 10 --total_steps 5", "at most --total_steps 5"),
-        ("run_training_monitor.py", "--dataset_sha256 1", "--dataset_sha256"),
         ("run_training_monitor.py", "--page javascript:alert(1)", "--page"),
         ("run_trainer.py", "--page https://example.org/\x1b[2J", "--page"),
         ("run_trainer.py", f"--page https://example.org/{'x' * 200}", "--page"),
         ("run_training_monitor.py", "--sample_text [MASK] --no_store_checkpoints", "--no_store_checkpoints"),
         ("run_local_demo.py", "--trainers 1", "--trainers"),
-        ("run_local_demo.py", "--max_global_steps 1", "--max_global_steps"),
         ("tokenize_wikitext103.py", "--train_file /no/such/file", "/no/such/file"),
         ("tokenize_wikitext103.py", "--sample --train_file README.md", "--sample"),
         ("tokenize_wikitext103.py", "--max_seq_length 2", "--max_seq_length"),

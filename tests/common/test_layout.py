@@ -83,27 +83,3 @@ def test_benchmarks_and_trials_can_be_imported():
     names = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files]
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {', '.join(names)}"
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
-
-
-def find_unstated_encodings(source: str) -> list[int]:
-    """Return the lines where a text is read or written in the locale's encoding, where ruff's PLW1514 sees no path."""
-    number_before = {"read_text": 0, "write_text": 1}  # of the positional arguments before the encoding
-    found = []
-    for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
-        names, name = {keyword.arg for keyword in call.keywords}, getattr(call.func, "attr", "")
-        is_text = len(call.args) <= number_before.get(name, -1)
-        is_text |= name in ("run", "Popen", "check_output") and "text" in names  # of a subprocess
-        mode = call.args[0] if name == "open" and call.args else None  # of a path
-        is_text |= isinstance(mode, ast.Constant) and mode.value in ("r", "w", "a", "x")
-        if is_text and "encoding" not in names:
-            found.append(call.lineno)
-    return found
-
-
-def test_texts_have_their_encoding_whatever_the_locale_is():
-    paths = [path for path in ROOT.rglob("*.py") if not path.relative_to(ROOT).parts[0].startswith(".")]
-    wrong = {str(path): find_unstated_encodings(path.read_text(encoding="utf-8")) for path in paths}
-    assert not {path: lines for path, lines in wrong.items() if lines}, 'pass encoding="utf-8"'
-    assert find_unstated_encodings(
-        "a.read_text()\nb.read_text('utf-8')\nc.open('a')\nsubprocess.run(d, text=True)"
-    ) == [1, 3, 4]

@@ -33,9 +33,7 @@ def parse(tmp_path) -> Callable:
         ("learning_rate: 1e-3", "learning_rate", 0.001),
         ("learning_rate: '0.001'", "learning_rate", 0.001),
         ("run_id: no", "run_id", "no"),
-        ("run_id: 007", "run_id", "007"),
         ("run_id: 12:30", "run_id", "12:30"),
-        ("run_id: 1e3", "run_id", "1e3"),
         ("run_id: 2026-11-25", "run_id", "2026-11-25"),
         ("run_id: আমার", "run_id", "আমার"),
         ("run-id: tree", "run_id", "tree"),
@@ -77,17 +75,13 @@ def test_names_of_older_examples_are_translated_with_a_warning(parse, capsys):
     ("content", "culprit"),
     [
         ("learning_rate: 0.5\nlearning_rate: 0.1", "--learning_rate is stated twice"),
-        ("run_id: a\nexperiment_prefix: b", "--run_id is stated twice"),
-        ("run_id: a\nrun-id: a", "--run_id is stated twice"),
         ("compression: none\naveraging_compression: none", "--gradient_compression is stated twice"),
         ("model_name_or_path: gpt2\nconfig_path: gpt2", "--model_name_or_path is stated twice"),
         ("run_id: &x a\nlicense: &x b", "found duplicate anchor 'x'"),
-        ("<<: {learning_rate: 0.1}", "<<"),
         ("base: &x {learning_rate: 0.1}\n<<: *x\n<<: *x", "--base is nested"),
         ("lerning_rate: 0.1", "unknown argument '--lerning_rate', did you mean --learning_rate?"),
         ("--learning_rate: 0.1", "'--learning_rate' must not begin with '-'"),
         ("on: 6", "unknown argument '--on'"),
-        ("? [a]\n: 1", "is nested"),
         ("max_steps: 5", "--max_steps is no longer supported"),
         ("run_config: other.yaml", "--run_config is for the command line only"),
         ("help: true", "--help is for the command line only"),
@@ -96,33 +90,22 @@ def test_names_of_older_examples_are_translated_with_a_warning(parse, capsys):
         ("sample_text: [[a]]", "--sample_text is nested"),
         ("learning_rate: [0.1, 0.2]", "--learning_rate takes one value, not a list"),
         ("run_id: !!python/object/apply:os.system ['echo']", "--run_id takes one value, not a list"),
-        ("sample_text: []", "--sample_text"),
         ("run_id:", "--run_id has no value"),
-        ("run_id: ''", "--run_id has no value"),
-        ("max_grad_norm: null", "--max_grad_norm has no value"),
         ("run_id: --debug", "--run_id: '--debug' must not begin with '-'"),
-        ("logging_dir: --debug", "--logging_dir: '--debug' must not begin with '-'"),
         ("sample_text: [a, -x]", "--sample_text: '-x' must not begin with '-'"),
         ("warmup_steps: 1:30", "--warmup_steps"),
         ("target_batch_size: 4k", "--target_batch_size"),
-        ("target_batch_size: true", "--target_batch_size"),
         ("target_batch_size: 99999999999999999999999", "--target_batch_size must be at most"),
-        ("target_batch_size: " + "9" * 5000, "--target_batch_size"),
-        ("learning_rate: .inf", "--learning_rate"),
         ("learning_rate: Infinity", "--learning_rate must be at most 2147483647, got inf"),
-        ("learning_rate: 1e999", "--learning_rate must be at most 2147483647, got inf"),
         ("learning_rate: NaN", "--learning_rate must be above 0, got nan"),
         ("learning_rate: -0.1", "--learning_rate: '-0.1' must not begin with '-'"),
         ("local_updates: off", "--local_updates"),
-        ("run_id: " + "x" * 5000, "--run_id must be one line of 1 to 100"),
         ("run_id: |\n  a\n  b\n", "--run_id must be one line"),
-        ('run_id: "a\\rb"', "--run_id must be one line"),
         ("run_id: " + "[" * 3000 + "]" * 3000, "not YAML: maximum recursion depth"),
         ("a: [", "line 1, column 5"),
         ("\trun_id: a", "found character '\\t' that cannot start any token"),
         ("run_id: a\n---\nrun_id: b", "not YAML"),
         ("run_id: *x", "undefined alias 'x'"),
-        ("run_id", "must have lines such as 'run_id: my-albert'"),
         ("- a", "must have lines such as 'run_id: my-albert'"),
         ("", "must have lines such as 'run_id: my-albert'"),
         (b"run_id: caf\xe9", "not YAML"),
@@ -141,11 +124,8 @@ def test_what_is_no_setting_is_refused_in_one_line(parse, capsys, content, culpr
     ("words", "fault"),
     [
         (["--run_config", "no/such.yaml"], "with --run_config 'no/such.yaml': the file does not exist"),
-        (["--run_config=no/such.yaml"], "with --run_config 'no/such.yaml': the file does not exist"),
         (["--run_config", "."], "with --run_config '.': the file is not YAML: [Errno 21] Is a directory"),
-        (["--run_config", ""], "Is a directory"),
         (["--run_config", "a.yaml", "--run_config", "b.yaml"], "--run_config takes one file"),
-        (["--run_config", "-"], "with --run_config '-': the file does not exist"),
         (["--run_id", "a", "--run_config"], "argument --run_config/--run-config: expected one argument"),
         (["--run_config", "--debug"], "with --run_config '--debug': the file does not exist"),
     ],
@@ -162,8 +142,8 @@ def test_files_that_come_with_the_project(path: Path):
     assert "run_id" in ArgumentParser(ARGUMENTS, "test").parse(["--run_config", str(path)]).stated
 
 
-@pytest.mark.parametrize("value", ["inf", "nan", "1e999", "Infinity", "99999999999999999999999"])
-@pytest.mark.parametrize("flag", ["learning_rate", "weight_decay", "averaging_timeout", "clamp_value", "bandwidth"])
+@pytest.mark.parametrize("value", ["inf", "nan", "1e999", "99999999999999999999999"])
+@pytest.mark.parametrize("flag", ["learning_rate", "averaging_timeout"])
 def test_numbers_on_a_command_line_are_finite(flag, value, capsys):
     with pytest.raises(SystemExit):
         ArgumentParser(TRAINER_ARGUMENTS, "test").parse([f"--{flag}", value])
