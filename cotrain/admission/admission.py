@@ -18,7 +18,7 @@ from hivemind.proto.auth_pb2 import AccessToken
 from hivemind.proto.p2pd_pb2 import RPCError
 from hivemind.utils import MSGPackSerializer, get_logger
 
-from cotrain.admission.invitations import Invitation, InvitationError, check_token, load_invitation
+from cotrain.admission.invitations import Invitation, InvitationError, check_token
 from cotrain.admission.revocations import RevocationStore
 from cotrain.common.errors import UserError
 from peerstep.clock import run_time
@@ -41,8 +41,13 @@ class Admission:
     MAX_REQUEST = 4096  # bytes; a token has some 800
     MAX_PAUSED = 1000  # peers; bounded because peer IDs cost nothing
 
-    def __init__(self, invitation: Invitation, revocations: RevocationStore):
-        self.invitation, self.revocations = invitation, revocations
+    def __init__(self, invitation: Invitation, revocations: Path):
+        """Admit the peers whose tokens the authority of this peer's invitation has signed.
+
+        :param revocations: file of the newest revocation list that this peer has received
+        """
+        self.invitation = invitation
+        self.revocations = RevocationStore(invitation.authority, revocations)
         # Of peers that have shown a valid token, so bounded by the number of invitations:
         self._admitted: dict[PeerID, float] = {}  # end of the invitation (time.time)
         self._ask_at: dict[PeerID, float] = {}  # when to ask again (time.monotonic)
@@ -137,12 +142,6 @@ def explain_refusal(error: str, is_invited: bool) -> str | None:
         return "it is in a run without invitations: drop --invitation, or ask for the address of your run"
     found = re.match(r"\w+ did not present .* P2PHandlerError\(.*(the invitation [a-z ]+)", error)
     return found and f"{found[1]}; ask the organiser of the run for another --invitation"
-
-
-def load_admission(invitation: Path, folder: Path) -> Admission:
-    """Read a peer's invitation, and the newest revocation list in a folder; UserError if it is not valid."""
-    loaded = load_invitation(invitation)
-    return Admission(loaded, RevocationStore(loaded.authority, folder / "revocations"))
 
 
 class InvitedP2P(RelayedP2P):

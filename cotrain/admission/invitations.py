@@ -7,7 +7,6 @@ a connection prove that they have their private key. A token therefore admits on
 
 import base64
 import json
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,11 +49,6 @@ def load_identity(path: Path, flag: str = "--identity_path") -> RSAPrivateKey:
         raise UserError(str(error).replace("identity_path", flag, 1)) from None
 
 
-def write_secret(path: Path, content: bytes) -> None:
-    with new_file(path) as temporary, open(os.open(temporary, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
-        file.write(content)
-
-
 def make_invitation(authority: RSAPrivateKey, username: str, days: float) -> Invitation:
     private_key = RSAPrivateKey()
     token = AccessToken(
@@ -92,7 +86,9 @@ def save_invitation(invitation: Invitation, path: Path) -> None:
         "private_key": base64.b64encode(invitation.private_key.to_bytes()).decode(),
         "token": base64.b64encode(invitation.token.SerializeToString()).decode(),
     }
-    write_secret(path, json.dumps(content, indent=2).encode() + b"\n")
+    with new_file(path) as temporary:
+        temporary.touch(mode=0o600)
+        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def load_invitation(path: Path) -> Invitation:

@@ -11,8 +11,8 @@ from hivemind.dht.schema import SchemaValidator
 from hivemind.p2p import PeerID
 from hivemind.utils import get_logger
 
-from cotrain.admission.admission import InvitedDHT, explain_refusal, load_admission
-from cotrain.admission.invitations import load_identity
+from cotrain.admission.admission import Admission, InvitedDHT, explain_refusal
+from cotrain.admission.invitations import load_identity, load_invitation
 from cotrain.arguments import BaseTrainingArguments
 from cotrain.common.atomic_files import lock_folder, remove_leftovers
 from cotrain.common.errors import TemporaryError, UserError
@@ -70,7 +70,7 @@ def start_peer(
     """
     node_class, options = SafeDHT, {}
     if args.invitation is not None:
-        admission = load_admission(Path(args.invitation), identity_path.parent)
+        admission = Admission(load_invitation(Path(args.invitation)), identity_path.with_name("revocations"))
         identity_path = identity_path.with_name("invited.key")
         write_private_key(admission.invitation.private_key, identity_path)
         name = admission.invitation.token.username

@@ -18,7 +18,6 @@ from cotrain.admission.admission import (
     InvitedDHT,
     NotAdmittedError,
     explain_refusal,
-    load_admission,
 )
 from cotrain.admission.invitations import InvitationError, load_invitation, make_invitation
 from cotrain.admission.revocations import Revocations, revoke_invitations
@@ -213,7 +212,7 @@ def two_admissions(tmp_path, authority) -> list[Admission]:
     for name in ("alice", "bob"):
         invite(authority, tmp_path / name)
         (tmp_path / f"{name}-folder").mkdir()
-        admissions.append(load_admission(tmp_path / name, tmp_path / f"{name}-folder"))
+        admissions.append(Admission(load_invitation(tmp_path / name), tmp_path / f"{name}-folder" / "revocations"))
     return admissions
 
 

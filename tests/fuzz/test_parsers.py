@@ -32,7 +32,7 @@ from hypothesis import strategies as st
 
 from cotrain.admission.admission import Admission
 from cotrain.admission.invitations import InvitationError, check_token, make_invitation
-from cotrain.admission.revocations import Revocations, RevocationStore
+from cotrain.admission.revocations import Revocations
 from cotrain.arguments import TRAINER_ARGUMENTS
 from cotrain.common.argument_parser import ArgumentParser
 from cotrain.common.errors import UserError
@@ -392,7 +392,7 @@ def test_invitations(draw):
     serialized_token = (changed or token).SerializeToString()
     request, answer = draw(altered([serialized_token, 0])), draw(altered([serialized_token, content]))
     with tempfile.TemporaryDirectory() as folder:
-        admission = Admission(OWN, RevocationStore(authority, Path(folder) / "list"))
+        admission = Admission(OWN, Path(folder) / "list")
 
         async def call(*_args) -> bytes:
             return draw(damaged(MSGPackSerializer.dumps(answer)))

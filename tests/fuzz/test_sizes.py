@@ -24,7 +24,7 @@ from hivemind.utils import MSGPackSerializer
 
 from cotrain.admission.admission import Admission
 from cotrain.admission.invitations import check_token
-from cotrain.admission.revocations import Revocations, RevocationStore
+from cotrain.admission.revocations import Revocations
 from cotrain.dht.run_records import make_validators
 from cotrain.peer.run_config import RunConfig, choose
 from peerstep.history import parse_marks
@@ -156,7 +156,7 @@ def read_found(content: bytes) -> list:
 
 def show_token(content: bytes) -> int:
     """Return the number of peers that are admitted."""
-    admission = Admission(OWN, RevocationStore(AUTHORITY.get_public_key(), None))
+    admission = Admission(OWN, None)
     admission.revocations.refresh = lambda: None
     asyncio.run(admission._answer(content, INVITATION.peer_id))
     return len(admission._admitted)
@@ -164,7 +164,7 @@ def show_token(content: bytes) -> int:
 
 def ask_for_token(content: bytes) -> bytes:
     """Return the revocation list that is kept of an answer."""
-    admission = Admission(OWN, RevocationStore(AUTHORITY.get_public_key(), None))
+    admission = Admission(OWN, None)
 
     async def call(*_args) -> bytes:
         return content
