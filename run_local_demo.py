@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,10 +65,7 @@ def main() -> None:
         workers = Workers(folder)
         with closing(workers):
             train_together(args, workers)
-        steps = read_records(folder / "monitor" / "metrics.jsonl")
-        rounds = count_rounds(entry for path in folder.glob("trainer-*/rounds.jsonl") for entry in read_records(path))
-        print(f"\nDone in {time.monotonic() - started:.0f} s: {len(steps)} steps")
-        print(summarize(steps, rounds, folder))
+        print(f"\nDone in {time.monotonic() - started:.0f} s: {summarize(folder)}")
 
 
 @contextmanager
@@ -214,27 +211,24 @@ class Workers:
 # --- result ----------------------------------------------------------------------------------------------------------
 
 
-def count_rounds(entries: Iterable[dict]) -> Counter[int]:
-    """Count the averaging rounds by group size, from the records in all trainers' rounds.jsonl."""
-    rounds = {(entry["step"], frozenset(entry["group"])) for entry in entries if entry["outcome"] == "averaged"}
-    return Counter(len(group) for _, group in rounds)  # a set: each peer of a group has a record of the round
-
-
-def summarize(steps: list[dict], rounds: Counter[int], folder: Path) -> str:
+def summarize(folder: Path) -> str:
     """Return the result and commands to try next; raise UserError if no step was averaged or the loss did not fall."""
     from cotrain.monitoring.trackers import show_command  # a second
 
+    monitor = folder / "monitor"
+    steps, rounds = read_records(monitor / "metrics.jsonl"), read_records(folder / "trainer-1" / "rounds.jsonl")
     losses = [step["loss"] for step in steps if step["loss"] is not None]
-    if not any(size >= 2 for size in rounds):
+    sizes = Counter(len(entry["group"]) for entry in rounds if entry["outcome"] == "averaged")
+    if not sizes:
         raise UserError(f"no step was averaged by two trainers; search {folder}/trainer-*.log for 'Averag'")
     if len(losses) < 2 or losses[-1] >= losses[0]:
         values = ", ".join(f"{loss:.3f}" for loss in losses)
         raise UserError(f"the loss did not fall: {values}; see {folder}/*.log")
-    counts = ", ".join(f"{number} x {size} peers" for size, number in sorted(rounds.items()))
-    monitor = folder / "monitor"
+    counts = ", ".join(f"{number} x {size} peers" for size, number in sorted(sizes.items()))
     checkpoint = max(monitor.glob("checkpoint-*"), key=os.path.getmtime, default="none")
     curves = Path(os.environ.get("TRACKIO_DIR", monitor.resolve() / "trackio"))
     lines = [
+        f"{len(steps)} steps",
         f"  Loss                {losses[0]:.3f} at first, {losses[-1]:.3f} at last",
         f"  Gradients averaged  {counts}",
         f"  Checkpoint          {checkpoint}",

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -16,7 +15,7 @@ import pytest
 import run_local_demo
 from cotrain.common.errors import UserError
 from cotrain.common.json_file import read_records
-from run_local_demo import Workers, count_rounds, new_demo_folder, summarize
+from run_local_demo import Workers, new_demo_folder, summarize
 from tests.support.peers import ROOT, Script, hold_until_all_begin, wait_until
 
 FOLDER = "it's a demo"
@@ -98,27 +97,19 @@ class TestWorkers:
         wait_until(lambda: not psutil.pid_exists(pid), 120, "the end of the sleeper")
 
 
-def test_rounds_are_counted_once():
-    def entry(step: int, group: str, outcome: str = "averaged") -> dict:
-        return {"step": step, "outcome": outcome, "group": list(group)}
-
-    pairs = [entry(1, "ab"), entry(1, "ba"), entry(2, "ab"), entry(2, "ba"), entry(3, "ab")]
-    assert count_rounds([*pairs, entry(4, "abc"), entry(4, "bca"), entry(4, "cab")]) == {2: 3, 3: 1}
-    assert count_rounds([entry(1, "", "alone"), entry(2, "ab", "failed")]) == {}
-
-
-def test_steps_without_the_line_that_is_being_written(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    assert read_records(path) == []
-    path.write_text(json.dumps(STEPS[0]) + "\n" + json.dumps(STEPS[1])[:10], encoding="utf-8")
-    assert read_records(path) == STEPS[:1]
+def write_records(folder: Path, steps: list[dict], outcomes: list[str]) -> None:
+    rounds = [{"step": number, "outcome": outcome, "group": ["a", "b"]} for number, outcome in enumerate(outcomes, 1)]
+    for path, records in (("monitor/metrics.jsonl", steps), ("trainer-1/rounds.jsonl", rounds)):
+        (folder / path).parent.mkdir()
+        (folder / path).write_text("".join(f"{json.dumps(record)}\n" for record in records), encoding="utf-8")
 
 
 def test_summary(tmp_path, monkeypatch):
     monkeypatch.delenv("TRACKIO_DIR", raising=False)
-    (tmp_path / "monitor" / "checkpoint-10").mkdir(parents=True)
-    summary = summarize(STEPS, Counter({2: 3}), tmp_path)
-    assert "8.310 at first, 7.520 at last" in summary and "3 x 2 peers" in summary
+    write_records(tmp_path, STEPS, ["alone", "averaged", "averaged"])
+    (tmp_path / "monitor" / "checkpoint-10").mkdir()
+    summary = summarize(tmp_path)
+    assert "8.310 at first, 7.520 at last" in summary and "2 x 2 peers" in summary
     assert f"{tmp_path / 'monitor' / 'checkpoint-10'}\n" in summary
     assert f"generate.py {tmp_path / 'monitor'} " in summary
     assert f"TRACKIO_DIR={tmp_path / 'monitor' / 'trackio'} trackio show --project demo" in summary
@@ -126,16 +117,17 @@ def test_summary(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("steps", "rounds", "message"),
+    ("steps", "outcome", "message"),
     [
-        (STEPS, {1: 3}, "no step was averaged by two trainers"),
-        (STEPS[:2], {2: 3}, "the loss did not fall: 8.310;"),
-        (STEPS[::-1], {2: 3}, "the loss did not fall: 7.520, 8.310;"),
+        (STEPS, "alone", "no step was averaged by two trainers"),
+        (STEPS[:2], "averaged", "the loss did not fall: 8.310;"),
+        (STEPS[::-1], "averaged", "the loss did not fall: 7.520, 8.310;"),
     ],
 )
-def test_a_bad_result_is_an_error(tmp_path, steps, rounds, message):
+def test_a_bad_result_is_an_error(tmp_path, steps, outcome, message):
+    write_records(tmp_path, steps, [outcome])
     with pytest.raises(UserError, match=message):
-        summarize(steps, Counter(rounds), tmp_path)
+        summarize(tmp_path)
 
 
 # --- the whole demo --------------------------------------------------------------------------------------------------
