@@ -178,7 +178,7 @@ def main() -> None:
         # Reporting
         contributors = Contributors(output_dir, run_id)
         if args.repo_id is not None:
-            initial_peers = addresses.choose_internet_maddrs(visible_maddrs, only_p2p=peer_args.use_ipfs)
+            initial_peers = addresses.choose_maddrs(visible_maddrs, peer_args.use_ipfs, least=3)
             uploader = HubUploader(card_metadata, contributors, initial_peers, args)
             stack.callback(uploader.close)
         reporter = Reporters(

@@ -51,18 +51,15 @@ def _address_scope(maddr: Multiaddr) -> int:
     return 3 if address.is_global else 2
 
 
-def choose_maddrs(visible_maddrs: Sequence[Multiaddr], only_p2p: bool = False) -> list[str]:
-    """Return the addresses to give to other peers: those of the widest scope, or only the peer ID for IPFS."""
+def choose_maddrs(visible_maddrs: Sequence[Multiaddr], only_p2p: bool = False, least: int = 1) -> list[str]:
+    """Return the addresses to give to other peers: those of the widest scope, or only the peer ID for IPFS.
+
+    :param least: no address is returned if the widest scope is less, see `_address_scope`
+    """
     if only_p2p:
         return sorted({f"/p2p/{maddr['p2p']}" for maddr in visible_maddrs})
-    widest = max((_address_scope(maddr) for maddr in visible_maddrs), default=0)
-    return list(dict.fromkeys(str(maddr) for maddr in visible_maddrs if _address_scope(maddr) == widest))
-
-
-def choose_internet_maddrs(visible_maddrs: Sequence[Multiaddr], only_p2p: bool = False) -> list[str]:
-    """Return the addresses to publish on the internet; none if all are of this machine or the local network."""
-    is_reachable = only_p2p or any(_address_scope(maddr) == 3 for maddr in visible_maddrs)
-    return choose_maddrs(visible_maddrs, only_p2p) if is_reachable else []
+    widest = max(map(_address_scope, visible_maddrs), default=0)
+    return list(dict.fromkeys(str(maddr) for maddr in visible_maddrs if _address_scope(maddr) == widest >= least))
 
 
 def peer_id_in(initial_peer: str) -> PeerID:
