@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import signal
 
 import pytest
 import torch
@@ -11,10 +10,9 @@ from safetensors.torch import load_file
 from transformers import AlbertForPreTraining, AutoTokenizer
 
 from cotrain.monitoring.samples import build_pipeline, fill_masks
-from cotrain.status.status import read_status
 from cotrain.training.checkpoints import list_checkpoints
 from cotrain.training.pretrained import find_checkpoint, load_checkpoint
-from tests.support.peers import LONG_STEPS, join_together, wait_until
+from tests.support.peers import LONG_STEPS, join_together
 
 
 def test_two_trainers_and_a_monitor_make_three_steps(scripts):
@@ -71,20 +69,3 @@ def test_two_trainers_and_a_monitor_make_three_steps(scripts):
 
 def flatten(weights: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([weights[name].flatten() for name in sorted(weights)])
-
-
-def test_ctrl_c_ends_monitor_and_trainer_cleanly(scripts):
-    monitor = scripts.monitor()
-    trainer = scripts.trainer("trainer", "--initial_peers", monitor.address)
-    trainer.wait_for(r"Step #1\b")
-    folder = scripts.folder / "trainer"
-    status = wait_until(lambda: (found := read_status(folder)) and found.joined and found, 120, "step 1 in its status")
-    assert (status.missed, status.num_trainers, status.applied_fraction) == (0, 1, 1.0)
-    assert status.ended_at is None
-    assert trainer.stop(signal.SIGINT) == 0, trainer.output
-    trainer.assert_nothing_left()
-    assert re.search(r"You contributed [1-9][\d,]* samples to \d+ global step", trainer.output)
-    assert read_status(folder).ended_at is not None
-    assert list_checkpoints(scripts.folder / "trainer"), "no checkpoint was saved"
-    assert monitor.stop(signal.SIGINT) == 0, monitor.output
-    monitor.assert_nothing_left()

@@ -14,6 +14,7 @@ from hivemind.utils.crypto import RSAPrivateKey
 
 from cotrain.admission.invitations import make_invitation, save_invitation
 from cotrain.common.names import label
+from cotrain.training.checkpoints import list_checkpoints
 from tests.support.peers import ALTERED, BATCH_SIZE, Script, read_jsonl, reserve_maddr, steps_of, wait_until
 
 PACES = {"alice": 0.25, "slow": 0.5, "dave": 0.3}  # seconds of a local step
@@ -66,6 +67,7 @@ def read_trainer(folder: Path, outputs: list[str], name: str) -> tuple[Counter, 
     newest = sum(of_day.values()), len(of_day), max(of_day), name
     assert (status["applied"], status["joined"], status["step"], status["name"]) == newest
     assert status["loss"] == pytest.approx(losses[max(losses)], abs=1e-5) and status["computed"] >= status["applied"]
+    assert status["ended_at"] is not None and list_checkpoints(folder)
     return samples, losses
 
 
