@@ -152,6 +152,24 @@ def test_records(draw):
         read_everywhere(name if key == key_of(name) else "monitor", value)
 
 
+def read_found(response: dht_pb2.FindResponse) -> dict | None:
+    """Return what a node reads in the answer of another one."""
+
+    async def find() -> dict | None:
+        protocol = DHTProtocol.__new__(DHTProtocol)
+        (protocol.record_validator,), _ = make_validators("run", KEY)
+        protocol.rpc_semaphore, protocol.node_info, protocol.wait_timeout = (
+            asyncio.Semaphore(),
+            dht_pb2.NodeInfo(),
+            1.0,
+        )
+        protocol.get_stub = lambda _peer: SimpleNamespace(rpc_find=AsyncMock(return_value=response))
+        protocol.routing_table, protocol.update_routing_table = Mock(), AsyncMock()
+        return await protocol.call_find(PEER, [DHTID.generate("run_metrics")])
+
+    return asyncio.run(find())
+
+
 @fuzz(80)
 def test_answers_of_dht_nodes(draw):
     """A node may send any value: hivemind's readers must get a dictionary of valid records or None."""
@@ -173,18 +191,7 @@ def test_answers_of_dht_nodes(draw):
         nearest_peer_ids=[draw(damaged(PEER.to_bytes()))],
     )
 
-    async def answer(*_args, **_options) -> dht_pb2.FindResponse:
-        return dht_pb2.FindResponse(results=[result])
-
-    async def find() -> dict | None:
-        protocol = DHTProtocol.__new__(DHTProtocol)
-        protocol.rpc_semaphore, protocol.record_validator = asyncio.Semaphore(), validator
-        protocol.node_info, protocol.wait_timeout = dht_pb2.NodeInfo(), 1.0
-        protocol.get_stub = lambda _peer: SimpleNamespace(rpc_find=answer)
-        protocol.routing_table, protocol.update_routing_table = Mock(), AsyncMock()
-        return await protocol.call_find(PEER, [DHTID.generate("run_metrics")])
-
-    found = bounded(asyncio.run, find(), refusals=())
+    found = bounded(read_found, dht_pb2.FindResponse(results=[result]), refusals=())
     for value, _ in (found or {}).values():
         if value is not None and isinstance(value.value, DictionaryDHTValue):
             assert math.isfinite(value.expiration_time)
@@ -376,6 +383,12 @@ OWN, EXPIRED = (make_invitation(AUTHORITY, "bob", days=days) for days in (1, -1)
 LIST = Revocations().extend({str(PEER)}, AUTHORITY).content
 
 
+def read_token(admission: Admission, answer: bytes) -> None:
+    """Let a peer that asks another one for its token read the answer."""
+    p2p = SimpleNamespace(_client=SimpleNamespace(call_unary_handler=AsyncMock(return_value=answer)))
+    asyncio.run(admission._exchange(p2p, INVITATION.peer_id))
+
+
 @fuzz(80)
 def test_invitations(draw):
     token, authority = INVITATION.token, AUTHORITY.get_public_key()
@@ -393,18 +406,10 @@ def test_invitations(draw):
     request, answer = draw(altered([serialized_token, 0])), draw(altered([serialized_token, content]))
     with tempfile.TemporaryDirectory() as folder:
         admission = Admission(OWN, Path(folder) / "list")
-
-        async def call(*_args) -> bytes:
-            return draw(damaged(MSGPackSerializer.dumps(answer)))
-
-        async def exchange() -> None:
-            p2p = SimpleNamespace(_client=SimpleNamespace(call_unary_handler=call))
-            await admission._exchange(p2p, INVITATION.peer_id)
-
-        packed = draw(damaged(MSGPackSerializer.dumps(request)))
+        packed, answer = (draw(damaged(MSGPackSerializer.dumps(part))) for part in (request, answer))
         # hivemind returns each exception of this handler to the caller
         bounded(lambda: asyncio.run(admission._answer(packed, INVITATION.peer_id)), refusals=(Exception,))
-        bounded(lambda: asyncio.run(exchange()), refusals=())
+        bounded(read_token, admission, answer, refusals=())
         assert admission._admitted.keys() <= {INVITATION.peer_id}
 
 
