@@ -72,98 +72,80 @@ def test_template_is_valid(started):
     assert [str(problem) for problem in found if problem.message != text] == []
 
 
-class TestCoordinator:
-    def test_starting_is_idempotent(self, deployment):
-        assert {deployment.start_coordinator() for _ in range(3)} == {COORDINATOR_ADDRESS}
-        (coordinator,) = deployment.instances()
-        assert ids(deployment, "coordinator") == [coordinator["InstanceId"]]
-        (elastic_ip,) = deployment.ec2.describe_addresses()["Addresses"]
-        assert elastic_ip["InstanceId"] == coordinator["InstanceId"]
-        values = f"PUBLIC_IP='{elastic_ip['PublicIp']}' SIGNAL_URL='{SIGNAL_URL}'"
-        assert f"\n{values}\n" in read_user_data(deployment, "coordinator")
-        group = coordinator["SecurityGroups"][0]["GroupId"]
-        (rule,) = deployment.ec2.describe_security_groups(GroupIds=[group])["SecurityGroups"][0]["IpPermissions"]
-        assert (rule["IpProtocol"], rule["FromPort"], rule["ToPort"]) == ("tcp", 31337, 31337)
-
-    def test_another_name_is_another_deployment(self, started):
-        other = Deployment(make_settings(name="other"))
-        assert other.instances() == []
-        other.start_coordinator()
-        assert len(other.instances()) == 1
-        other.clean_up()
-        assert other.instances() == [] and len(started.instances()) == 1
-
-    def test_other_settings_leave_it_alone(self, started):
-        """They would stop it, and AWS runs its user data only once."""
-        before = started.instances()
-        Deployment(make_settings(monitor_flags="--target_batch_size 64", disk_gib=200)).start_coordinator()
-        assert started.instances() == before
-        assert started.template()["Resources"]["coordinator"]["Properties"]["LaunchTemplate"]["Version"] == "1"
-
-    def test_trainers_wait_for_its_address(self, started):
-        template = started.template()["Resources"]["trainerTemplate"]
-        assert '{"Fn::GetAtt": ["ready", "Data"]}' in json.dumps(template)
-        started.set_trainers(1)
-        assert f"\nINITIAL_PEERS='{COORDINATOR_ADDRESS}' REGION='us-east-1'\n" in read_user_data(started, "trainer")
-
-    def test_machines(self, started):
-        Deployment(make_settings(disk_gib=60)).set_trainers(1)
-        resources = started.template()["Resources"]
-        templates = {x["LaunchTemplateId"] for x in started.ec2.describe_launch_templates()["LaunchTemplates"]}
-        assert len(templates) == 2
-        for template in templates:
-            versions = started.ec2.describe_launch_template_versions(LaunchTemplateId=template)
-            newest = max(versions["LaunchTemplateVersions"], key=lambda version: version["VersionNumber"])
-            (disk,) = newest["LaunchTemplateData"]["BlockDeviceMappings"]
-            assert (disk["DeviceName"], disk["Ebs"]["VolumeSize"]) == ("/dev/xvda", 60)
-        for role in ("coordinator", "trainer"):
-            machine = resources[f"{role}Template"]["Properties"]["LaunchTemplateData"]
-            assert machine["MetadataOptions"]["HttpTokens"] == "required"
-            assert {tag["ResourceType"] for tag in machine["TagSpecifications"]} == {"instance", "volume"}
-            assert ("IamInstanceProfile" in machine) == (role == "trainer")
-        (policy,) = resources["trainerRole"]["Properties"]["Policies"]
-        (statement,) = policy["PolicyDocument"]["Statement"]
-        assert statement["Action"] == "autoscaling:TerminateInstanceInAutoScalingGroup"
-        assert statement["Resource"]["Fn::Sub"].endswith(":autoScalingGroupName/${Name}-trainers")
+def test_starting_the_coordinator_is_idempotent(deployment):
+    assert {deployment.start_coordinator() for _ in range(3)} == {COORDINATOR_ADDRESS}
+    (coordinator,) = deployment.instances()
+    assert ids(deployment, "coordinator") == [coordinator["InstanceId"]]
+    (elastic_ip,) = deployment.ec2.describe_addresses()["Addresses"]
+    assert elastic_ip["InstanceId"] == coordinator["InstanceId"]
+    values = f"PUBLIC_IP='{elastic_ip['PublicIp']}' SIGNAL_URL='{SIGNAL_URL}'"
+    assert f"\n{values}\n" in read_user_data(deployment, "coordinator")
+    group = coordinator["SecurityGroups"][0]["GroupId"]
+    (rule,) = deployment.ec2.describe_security_groups(GroupIds=[group])["SecurityGroups"][0]["IpPermissions"]
+    assert (rule["IpProtocol"], rule["FromPort"], rule["ToPort"]) == ("tcp", 31337, 31337)
 
 
-class TestTrainers:
-    def test_number_is_kept_until_a_trainer_gives_its_machine_back(self, started):
-        started.set_trainers(2)
-        first, second = ids(started, "trainer")
-        started.ec2.terminate_instances(InstanceIds=[first])  # as an interruption
-        trainers = ids(started, "trainer")
-        assert len(trainers) == 2 and first not in trainers
-        give_back = started.scaling.terminate_instance_in_auto_scaling_group
-        give_back(InstanceId=second, ShouldDecrementDesiredCapacity=True)
-        assert len(ids(started, "trainer")) == 1 and second not in started.status()
-        for number in (3, 3, 1):
-            started.set_trainers(number)
-            assert len(ids(started, "trainer")) == number
+def test_other_settings_are_for_later_trainers(started):
+    """They would stop the coordinator, and AWS runs its user data only once."""
+    before = started.instances()
+    other = Deployment(make_settings(disk_gib=60, max_spot_price=0.1, trainer_types=("g5.xlarge",)))
+    other.start_coordinator()
+    assert started.instances() == before
+    template = started.template()["Resources"]
+    assert template["coordinator"]["Properties"]["LaunchTemplate"]["Version"] == "1"
+    other.set_trainers(1)
+    assert f"\nINITIAL_PEERS='{COORDINATOR_ADDRESS}' REGION='us-east-1'\n" in read_user_data(started, "trainer")
+    assert '{"Fn::GetAtt": ["ready", "Data"]}' in json.dumps(template["trainerTemplate"]), "they wait for the address"
+    templates = started.ec2.describe_launch_templates()["LaunchTemplates"]
+    for one in templates:
+        versions = started.ec2.describe_launch_template_versions(LaunchTemplateId=one["LaunchTemplateId"])
+        newest = max(versions["LaunchTemplateVersions"], key=lambda version: version["VersionNumber"])
+        (disk,) = newest["LaunchTemplateData"]["BlockDeviceMappings"]
+        assert (disk["DeviceName"], disk["Ebs"]["VolumeSize"]) == ("/dev/xvda", 60)
+    (group,) = started.scaling.describe_auto_scaling_groups()["AutoScalingGroups"]
+    policy = group["MixedInstancesPolicy"]
+    distribution = policy["InstancesDistribution"]
+    assert (distribution["SpotMaxPrice"], distribution["OnDemandPercentageAboveBaseCapacity"]) == ("0.1", 0)
+    assert [override["InstanceType"] for override in policy["LaunchTemplate"]["Overrides"]] == ["g5.xlarge"]
 
-    def test_later_settings_replace_those_of_the_group(self, started):
-        Deployment(make_settings(max_spot_price=0.1, trainer_types=("g5.xlarge",))).set_trainers(1)
-        coordinator = ids(started, "coordinator")
-        started.set_trainers(1)
-        assert ids(started, "coordinator") == coordinator
-        groups = started.scaling.describe_auto_scaling_groups()["AutoScalingGroups"]
-        policy = next(x["MixedInstancesPolicy"] for x in groups if x["AutoScalingGroupName"] == "test-trainers")
-        distribution = policy["InstancesDistribution"]
-        assert (distribution["SpotMaxPrice"], distribution["OnDemandPercentageAboveBaseCapacity"]) == ("0.6", 0)
-        types = [override["InstanceType"] for override in policy["LaunchTemplate"]["Overrides"]]
-        assert types == list(make_settings().trainer_types)
 
-    def test_status(self, started, monkeypatch):
-        started.set_trainers(1)
-        (coordinator,), (trainer,) = ids(started, "coordinator"), ids(started, "trainer")
-        rows = [line.split() for line in started.status().splitlines()]
-        found = sorted(row[:2] for row in rows)  # in any order: both may start in the same second
-        assert found == [["coordinator", coordinator], ["trainer", trainer]]
-        groups = {"AutoScalingGroups": [{"DesiredCapacity": 3}]}
-        monkeypatch.setattr(started.scaling, "describe_auto_scaling_groups", lambda **_: groups)
-        failed = {"StatusCode": "Failed", "StatusMessage": "Max spot instance count exceeded"}
-        monkeypatch.setattr(started.scaling, "describe_scaling_activities", lambda **_: {"Activities": [failed] * 2})
-        assert started.status().endswith("\n1 of 3 trainers\nMax spot instance count exceeded")
+def test_machines_have_few_rights(started):
+    resources = started.template()["Resources"]
+    for role in ("coordinator", "trainer"):
+        machine = resources[f"{role}Template"]["Properties"]["LaunchTemplateData"]
+        assert machine["MetadataOptions"]["HttpTokens"] == "required"
+        assert ("IamInstanceProfile" in machine) == (role == "trainer")
+    (policy,) = resources["trainerRole"]["Properties"]["Policies"]
+    (statement,) = policy["PolicyDocument"]["Statement"]
+    assert statement["Action"] == "autoscaling:TerminateInstanceInAutoScalingGroup"
+    assert statement["Resource"]["Fn::Sub"].endswith(":autoScalingGroupName/${Name}-trainers")
+
+
+def test_number_of_trainers_is_kept_until_one_gives_its_machine_back(started):
+    started.set_trainers(2)
+    first, second = ids(started, "trainer")
+    started.ec2.terminate_instances(InstanceIds=[first])  # as an interruption
+    trainers = ids(started, "trainer")
+    assert len(trainers) == 2 and first not in trainers
+    give_back = started.scaling.terminate_instance_in_auto_scaling_group
+    give_back(InstanceId=second, ShouldDecrementDesiredCapacity=True)
+    assert len(ids(started, "trainer")) == 1 and second not in started.status()
+    for number in (3, 3, 1):
+        started.set_trainers(number)
+        assert len(ids(started, "trainer")) == number
+
+
+def test_status(started, monkeypatch):
+    started.set_trainers(1)
+    (coordinator,), (trainer,) = ids(started, "coordinator"), ids(started, "trainer")
+    rows = [line.split() for line in started.status().splitlines()]
+    found = sorted(row[:2] for row in rows)  # in any order: both may start in the same second
+    assert found == [["coordinator", coordinator], ["trainer", trainer]]
+    groups = {"AutoScalingGroups": [{"DesiredCapacity": 3}]}
+    monkeypatch.setattr(started.scaling, "describe_auto_scaling_groups", lambda **_: groups)
+    failed = {"StatusCode": "Failed", "StatusMessage": "Max spot instance count exceeded"}
+    monkeypatch.setattr(started.scaling, "describe_scaling_activities", lambda **_: {"Activities": [failed] * 2})
+    assert started.status().endswith("\n1 of 3 trainers\nMax spot instance count exceeded")
 
 
 def test_clean_up(started):
@@ -176,6 +158,11 @@ def test_clean_up(started):
         }
         return {name for name, found in resources.items() if found}
 
+    other = Deployment(make_settings(name="other"))
+    other.start_coordinator()
+    assert len(other.instances()) == len(started.instances()) == 1
+    other.clean_up()
+    assert other.instances() == [] and len(started.instances()) == 1
     started.set_trainers(1)
     assert len(left()) == 4
     for _ in range(2):  # the second time, there is nothing to remove
