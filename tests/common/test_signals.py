@@ -5,8 +5,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -86,61 +86,44 @@ def start(tmp_path) -> Iterator:
         process.process.communicate()
 
 
-@contextmanager
-def closed_pipe() -> Iterator[int]:
-    reading_end, writing_end = os.pipe()
-    os.close(reading_end)
-    yield writing_end
-    os.close(writing_end)
+@pytest.fixture
+def output(request) -> Iterator[int]:
+    """An output without a reader, or a pipe whose reader has stopped reading, as after Ctrl-S or in `less`."""
+    reader, writer = os.openpty() if request.param == "lost terminal" else os.pipe()
+    if request.param == "full pipe":
+        os.set_blocking(writer, False)
+        with suppress(BlockingIOError):
+            while True:
+                os.write(writer, b"x" * 4096)
+        os.set_blocking(writer, True)
+    else:
+        os.close(reader)
+    yield writer
+    os.close(writer)
+    if request.param == "full pipe":
+        os.close(reader)
 
 
-@contextmanager
-def full_pipe() -> Iterator[int]:
-    """Yield a pipe whose reader has stopped reading, as after Ctrl-S or in `less`."""
-    reading_end, writing_end = os.pipe()
-    os.set_blocking(writing_end, False)
-    while True:
-        try:
-            os.write(writing_end, b"x" * 4096)
-        except BlockingIOError:
-            break
-    os.set_blocking(writing_end, True)
-    yield writing_end
-    os.close(reading_end)
-    os.close(writing_end)
+def with_outputs(*outputs: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("output", outputs, indirect=True)
 
 
-@contextmanager
-def lost_terminal() -> Iterator[int]:
-    master, terminal = os.openpty()
-    os.close(master)
-    yield terminal
-    os.close(terminal)
-
-
-def with_outputs(*outputs: Callable) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("output", outputs, ids=lambda output: output.__name__)
-
-
-@with_outputs(closed_pipe, full_pipe, lost_terminal)
+@with_outputs("closed pipe", "full pipe", "lost terminal")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_first_signal_stops_whatever_becomes_of_the_output(start, output, number):
-    with output() as stderr:
-        process = start("stop", stderr=stderr)
-        process.send(number)
-        assert process.wait() == 0 and process.has_stopped
+    process = start("stop", stderr=output)
+    process.send(number)
+    assert process.wait() == 0 and process.has_stopped
 
 
-@with_outputs(closed_pipe, full_pipe, lost_terminal)
+@with_outputs("closed pipe", "full pipe", "lost terminal")
 def test_grace_and_second_signal_end_it_whatever_becomes_of_the_output(start, output):
-    with output() as stderr:
-        process = start("linger", grace=0.5, stderr=stderr)
-        process.send(signal.SIGTERM)
-        assert process.wait() == 0 and not process.has_stopped
-        process = start("linger", stderr=stderr)
-        process.send(signal.SIGINT)
-        process.send(signal.SIGTERM)
-        assert process.wait() in (-signal.SIGTERM, -signal.SIGINT)
+    process = start("linger", grace=0.5, stderr=output)
+    process.send(signal.SIGTERM)
+    assert process.wait() == 0 and not process.has_stopped
+    process = start("linger", stderr=output)
+    process.send(signal.SIGINT, signal.SIGTERM)
+    assert process.wait() in (-signal.SIGTERM, -signal.SIGINT)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -173,10 +156,9 @@ def test_hang_up_is_ignored_under_nohup_and_is_never_a_second_request(start):
         assert process.wait() == 0
 
 
-@with_outputs(closed_pipe, lost_terminal)
+@with_outputs("closed pipe", "lost terminal")
 def test_exit_code_does_not_depend_on_the_output(start, output):
-    with output() as stream:
-        assert start("fail", stdout=stream, stderr=stream).wait() == 75
+    assert start("fail", stdout=output, stderr=output).wait() == 75
 
 
 def test_ctrl_c_counts_once_while_children_are_forked():

@@ -10,7 +10,7 @@ import socket
 import tarfile
 import tempfile
 import time
-from contextlib import redirect_stderr, suppress
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,7 +43,6 @@ from cotrain.monitoring.advice import parse_shares
 from cotrain.monitoring.aggregation import MetricsAggregator
 from cotrain.monitoring.contributors import Contributors
 from cotrain.peer.run_config import RunConfig, check_safe, choose, refuse_differences
-from peerstep import redial
 from peerstep.bounds import MIN_WEIGHT, Bounds, ViolationError
 from peerstep.compression import COMPRESSIONS
 from peerstep.history import MAX_STEP, NUM_MARKS, add_mark, parse_marks
@@ -61,7 +60,6 @@ from peerstep.records import peer_id_of
 from peerstep.state_download import StateDownload, rank_donors
 from peerstep.state_layout import read_position
 from peerstep.wire import TensorAssembler, TensorSpec, check_tensor
-from run_training_monitor import ARGUMENTS as MONITOR_ARGUMENTS
 from tests.fuzz.mutations import NUMBERS, altered, altered_fields, bounded, damaged, fuzz, to_json
 from tests.support.dht_records import entries, metric, trainer_record
 from tests.support.offline import offline_averager
@@ -440,47 +438,6 @@ def test_settings_of_a_run(draw):
 
     with patch.object(socket, "getaddrinfo", side_effect=socket.gaierror):
         bounded(adopt, refusals=(UserError, SystemExit))
-
-
-@fuzz(60)
-def test_settings_file(draw):
-    """Each text is read as values that a command line could have, or refused without a traceback."""
-    lines = [f"{name}: {draw(st.one_of(st.sampled_from(NUMBERS), st.text()))}" for name in SETTINGS]
-    content = draw(
-        damaged("\n".join(["run_id: a", "sample_text: [&x b, *x]", *draw(st.permutations(lines))]).encode())
-    )
-    with tempfile.NamedTemporaryFile() as file, redirect_stderr(io.StringIO()) as errors:
-        Path(file.name).write_bytes(content)
-        parser = ArgumentParser(MONITOR_ARGUMENTS, "test")
-        line = bounded(parser.parse, ["--run_config", file.name], refusals=(SystemExit,))
-    if line is None:
-        assert errors.getvalue().count("error: ") == errors.getvalue().count("\n") == 1
-    else:
-        assert all(math.isfinite(value) for value in line.values.values() if isinstance(value, float))
-
-
-# Clocks of the initial peers
-
-
-@fuzz(60)
-def test_clocks_of_initial_peers(draw):
-    times = draw(st.lists(st.one_of(st.sampled_from(NUMBERS), st.floats(), st.just(time.time())), max_size=4))
-    maddr = "/ip4/127.0.0.1/udp/1/quic/p2p/QmRgnx8Tgb2B3b9i7XfeAVDiD4z7hNrmXEUWgSAFZYVGVV"
-
-    async def dial(dht_time: float) -> float | None:
-        async def answer(*_args) -> dht_pb2.PingResponse:
-            return dht_pb2.PingResponse(dht_time=dht_time)
-
-        stub = SimpleNamespace(rpc_ping=answer)
-        protocol = SimpleNamespace(call_ping=answer, get_stub=lambda _peer: stub)
-        node = SimpleNamespace(p2p=SimpleNamespace(_client=SimpleNamespace(connect=answer)), protocol=protocol)
-        return await redial._dial(node, redial.Multiaddr(maddr))
-
-    offsets = [bounded(asyncio.run, dial(float(dht_time)), refusals=()) for dht_time in times]
-    result = SimpleNamespace(result=lambda timeout: offsets)
-    with patch.object(redial, "correct_clock") as correct, patch.object(redial.logger, "warning"):
-        bounded(redial.set_run_clock, SimpleNamespace(run_coroutine=lambda *_, **__: result), [], refusals=())
-    assert all(math.isfinite(call.args[0]) for call in correct.call_args_list)
 
 
 # The prepared data

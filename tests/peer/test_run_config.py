@@ -177,25 +177,30 @@ def test_settings_from_the_future_are_refused(keys, signed_at, valid):
         assert RunConfig.parse(record, id_of(keys[0])).settings == SETTINGS
 
 
-def test_another_organiser_than_before_is_named(keys, tmp_path, monkeypatch, caplog):
+@pytest.fixture
+def adopt(tmp_path, monkeypatch):
+    """Return a function for the arguments of a trainer whose initial peer publishes these settings."""
+
+    def adopt(published: RunConfig | None, *words: str) -> tuple:
+        monkeypatch.setattr(run_config, "_visit", lambda *_: published)
+        return adopt_run_config(parse("--initial_peers", PUBLIC, "--output_dir", str(tmp_path), *words), stop=None)
+
+    return adopt
+
+
+def test_another_organiser_than_before_is_named(keys, adopt, caplog):
     for key, text in ((keys[0], ""), (keys[0], ""), (keys[1], "The organiser has changed: it was")):
-        monkeypatch.setattr(run_config, "_visit", lambda *_, key=key: RunConfig.sign(SETTINGS, key))
         caplog.clear()
-        adopt_run_config(parse("--initial_peers", PUBLIC, "--output_dir", str(tmp_path)), stop=None)
+        adopt(RunConfig.sign(SETTINGS, key))
         assert (text in caplog.text) and ("has changed" in caplog.text) == bool(text)
 
 
-def test_a_run_without_settings_needs_the_flags(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_config, "_visit", lambda *_: None)
-    words = ["--initial_peers", PUBLIC, "--output_dir", str(tmp_path)]
-    with pytest.raises(
-        TemporaryError, match="publish no settings of a run; try again later, or pass --run_id"
-    ) as info:
-        adopt_run_config(parse(*words), stop=None)
-    assert "\n" not in str(info.value)
-    line = parse(*words, "--run_id", "mine")
+def test_a_run_without_settings_needs_the_flags(adopt, monkeypatch):
+    with pytest.raises(TemporaryError, match="^the initial peers publish no settings of a run; .*pass --run_id.*$"):
+        adopt(None)
     monkeypatch.setenv("RANK", "0")
-    assert adopt_run_config(line, stop=None) is line.arguments
+    *_, collaboration, _ = adopt(None, "--run_id", "mine")
+    assert collaboration.run_id == "mine" and not collaboration.adopted
     assert "RANK" not in os.environ, "accelerate would wait in C for a second rank"
 
 
@@ -294,13 +299,12 @@ def test_kept_settings_that_are_damaged_are_set_aside(find_as_monitor, keys, tmp
             find_as_monitor(SILENCE)
 
 
-def test_trainer_without_initial_peers_is_the_organiser(keys, caplog, tmp_path, monkeypatch):
+def test_trainer_without_initial_peers_is_the_organiser(keys, adopt, caplog):
     peer = SimpleNamespace(private_key=keys[0])
     words = ["--run_id", "tree", "--learning_rate", "0.01", "--dataset_url", "https://example.org/data.tar.gz"]
     line = parse(*words)
     config = RunConfigRelay.of_run(peer, line.arguments, TrainerArguments(*line.arguments).collaboration).config
-    monkeypatch.setattr(run_config, "_visit", lambda *_: config)
-    *_, taken, _ = adopt_run_config(parse("--initial_peers", PUBLIC, "--output_dir", str(tmp_path)), stop=None)
+    *_, taken, _ = adopt(config)
     assert config.organiser == id_of(keys[0]) and taken.run_id == "tree"
     refuse_differences(config, line.arguments)
     line = parse(*words[:-1], "https://me:hunter2@example.org/data.tar.gz")
@@ -373,15 +377,12 @@ def test_data_that_is_there_needs_no_address(keys):
         (None, "one", "run tree trains a language model, without a task of its own: drop the flag"),
     ],
 )
-def test_all_peers_have_the_same_task(keys, tmp_path, of_the_run, own, fault, monkeypatch):
+def test_all_peers_have_the_same_task(keys, tmp_path, adopt, of_the_run, own, fault):
     (tmp_path / "mine.py").write_text(own or "", encoding="utf-8")
     digest = {} if of_the_run is None else {run_config.TASK: hashlib.sha256(of_the_run.encode()).hexdigest()}
-    config = RunConfig.sign({**SETTINGS, **digest}, keys[0])
-    monkeypatch.setattr(run_config, "_visit", lambda *_: config)
     task = [] if own is None else ["--task", str(tmp_path / "mine.py")]
-    line = parse("--initial_peers", PUBLIC, "--output_dir", str(tmp_path), *task)
     with contextlib.nullcontext() if fault is None else pytest.raises(UserError, match=fault):
-        adopt_run_config(line, stop=None)
+        adopt(RunConfig.sign({**SETTINGS, **digest}, keys[0]), *task)
 
 
 def test_signal_during_the_visit_ends_the_script_after_it():
@@ -395,11 +396,9 @@ def test_signal_during_the_visit_ends_the_script_after_it():
         time.sleep(10)
 
 
-def test_another_protocol_is_refused(keys, tmp_path, monkeypatch):
-    config = dataclasses.replace(RunConfig.sign(SETTINGS, keys[0]), protocol=PROTOCOL + 1)
-    monkeypatch.setattr(run_config, "_visit", lambda *_: config)
+def test_another_protocol_is_refused(keys, adopt):
     with pytest.raises(UserError, match=f"the run has protocol {PROTOCOL + 1}, this checkout {PROTOCOL}"):
-        adopt_run_config(parse("--initial_peers", PUBLIC, "--output_dir", str(tmp_path)), stop=None)
+        adopt(dataclasses.replace(RunConfig.sign(SETTINGS, keys[0]), protocol=PROTOCOL + 1))
 
 
 def test_each_flag_of_the_run_is_published_and_fits_into_a_record(keys):
