@@ -4,13 +4,12 @@ import re
 import signal
 
 import pytest
-import torch
-from torch.nn.functional import cross_entropy
 
-from tests.support.peers import ALTERED, LOCAL, ROOT, Script, wait_until
+from tests.support.peers import ALTERED, LOCAL, Script, wait_until
 
 EXAMPLE = "examples/plain_loop.py"
-BATCH, TARGET, LAST_STEP = 32, 8192, 6
+LAST_STEP = 6
+LEAST_ACCURACY = 95.0  # after six steps of 8192 samples; one process has 98.1 after as many
 ACCURACY = re.compile(r"Accuracy on \d+ other digits: ([\d.]+)%")
 # Peers of a user who has read little: the module has other weights in each process unless it is built by `join_run`.
 OWN_SCRIPT = """
@@ -44,23 +43,6 @@ def write_script(path, model="build", options="", number="10**9", after="print('
     return path
 
 
-def train_alone(num_samples: int) -> float:
-    """Return the accuracy of one process after some samples, with the example's code."""
-    example = {}
-    exec((ROOT / EXAMPLE).read_text(encoding="utf-8").split("with join_run")[0], example)
-    torch.manual_seed(0)
-    model, images, labels = example["build_model"](), example["images"], example["labels"]
-    training = torch.nonzero(~example["is_test"]).flatten()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=example["settings"]["learning_rate"])
-    for _ in range(num_samples // BATCH):
-        chosen = training[torch.randint(len(training), (BATCH,))]
-        optimizer.zero_grad()
-        cross_entropy(model(images[chosen]), labels[chosen]).backward()
-        optimizer.step()
-    correct = model(images[example["is_test"]]).argmax(dim=1) == labels[example["is_test"]]
-    return correct.float().mean().item()
-
-
 def averaged(script: Script) -> int:
     return script.output.count("Averaged updates with 2 peers")
 
@@ -83,9 +65,8 @@ def test_example_reaches_the_accuracy_of_one_process(scripts):
     first.assert_nothing_left()
     assert second.stop(signal.SIGTERM) == 0, second.output
     second.assert_nothing_left()
-    expected = 100 * train_alone(LAST_STEP * TARGET)
     for script in (first, second):
-        assert float(ACCURACY.search(script.output)[1]) > expected - 3, (script.output, expected)
+        assert float(ACCURACY.search(script.output)[1]) > LEAST_ACCURACY, script.output
     assert {path.name for path in scripts.folder.glob("outputs*")} == {"outputs", "outputs-2"}
     assert list(scripts.folder.glob("outputs/checkpoint-*/model.safetensors"))
     monitor.wait_for(rf"Step #{LAST_STEP - 2}\tloss = ")
