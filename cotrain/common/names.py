@@ -1,11 +1,6 @@
 """Names of peers."""
 
 
-def derive_name(peer_id: str) -> str:
-    """Return the name of a peer that has chosen none, such as peer-B7RiXZG, from the end of its peer ID in base58."""
-    return f"peer-{short(peer_id)}"
-
-
 def short(peer_id: object) -> str:
     """Return the end of a peer ID, which tells the peers of a run apart. The beginning is the same for all."""
     return str(peer_id)[-7:]

@@ -15,7 +15,7 @@ from hivemind.utils import MPFuture, get_logger
 from cotrain.arguments import TrainerArguments
 from cotrain.common.errors import TemporaryError, UserError, first_line
 from cotrain.common.json_file import JsonLinesFile
-from cotrain.common.names import derive_name, label
+from cotrain.common.names import label, short
 from cotrain.common.run_folder import claim_folder
 from cotrain.common.signals import StopSignal
 from cotrain.data.sampler import PeerSampler
@@ -68,7 +68,7 @@ class TrainingSession:
         self.args, training = self.arguments.collaboration, self.arguments.training
         self.folder, self.num_checkpoints = Path(training.output_dir), training.save_total_limit
         self.relay = self.relay or RunConfigRelay(self.peer, None, lifetime=0.0)
-        self.name = self.args.username or derive_name(str(self.peer.dht.peer_id))
+        self.name = self.args.username or f"peer-{short(self.peer.dht.peer_id)}"
         shown = label(self.name, self.peer.dht.peer_id)
         self.loss_meter = LossMeter()
         self.status = StatusKeeper(self.folder, self.optimizer, self.args, shown, self.loss_meter, self.should_stop)

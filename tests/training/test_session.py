@@ -12,7 +12,6 @@ from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.utils.crypto import RSAPrivateKey
 
 from cotrain.common.errors import UserError
-from cotrain.common.names import derive_name
 from cotrain.dht.metrics_schema import LocalMetrics
 from cotrain.status.client_mode import ClientModeAlarm
 from cotrain.training import checkpoints
@@ -147,7 +146,7 @@ def test_peer_without_a_name_gets_one_from_its_id(tmp_path):
     session, stored = make_session(tmp_path, offered=None), {}
     session.peer = storing_peer(stored)
     session.publish()
-    assert stored["run_trainers"][b"key"].value["username"] == session.name == derive_name("QmFake")
+    assert stored["run_trainers"][b"key"].value["username"] == session.name == "peer-QmFake"
     session.status.close()
     args = make_arguments(tmp_path, run_id="run", username="alice")
     assert TrainingSession(FAKE_PEER, session.optimizer, session.task, session.model, args, bool).name == "alice"
