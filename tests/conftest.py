@@ -24,7 +24,7 @@ from tests.support.peers import Scripts, prepare_data, served
 # A test that asks for one of these starts peers, or other programs that spend more than a CPU second. Others are
 # marked one by one.
 FIXTURES_WITH_PEERS = {"scripts", "demo", "internet", "peers", "network"}
-FIXTURES_WITH_PROGRAMS = {"cloud", "launcher", "prepared", "repository", "small_text"}
+FIXTURES_WITH_PROGRAMS = {"launcher", "prepared", "repository", "small_text"}
 LAST_LINES = 30
 
 settings.register_profile("busy machine", deadline=None)  # the default is 0.2 s for an example

@@ -13,20 +13,16 @@ import pytest
 import run_training_monitor
 from cotrain.arguments import TRAINER_ARGUMENTS
 from cotrain.common.argument_parser import parse_arguments
-from deploy.aws import Deployment
 from tests.deploy.test_notebooks import commit_another, make_repository, write_program
-from tests.support.aws import make_settings, read_user_data
-from tests.support.fake_stack import COORDINATOR_ADDRESS, SIGNAL_URL
+from tests.support.aws import COORDINATOR_ADDRESS, PUBLIC_IP, SIGNAL_URL, make_user_data
 
 pytestmark = pytest.mark.programs
-PEER_ID = COORDINATOR_ADDRESS.split("/")[-1]
 
 
-def test_user_data_is_a_valid_script(started, tmp_path):
-    started.set_trainers(1)
+def test_user_data_is_a_valid_script(tmp_path):
     for role in ("coordinator", "trainer"):
         script = tmp_path / f"{role}.sh"
-        script.write_text(read_user_data(started, role), encoding="utf-8")
+        script.write_text(make_user_data(role), encoding="utf-8")
         result = subprocess.run(
             [Path(sys.executable).parent / "shellcheck", script], capture_output=True, text=True, encoding="utf-8"
         )
@@ -119,15 +115,10 @@ def repository(tmp_path) -> Path:
 
 
 class TestFirstBoot:
-    def test_trainer(self, deployment, repository, machine):
-        settings = make_settings(
-            repo_url=f"file://{repository}",
-            revision=commit_another(repository),
-            trainer_flags="--bandwidth 500 --username 'a b%c$d'",
-        )
-        started = Deployment(settings)
-        started.set_trainers(1)
-        result = machine.boot(read_user_data(started, "trainer"))
+    def test_trainer(self, repository, machine):
+        flags, revision = "--bandwidth 500 --username 'a b%c$d'", commit_another(repository)
+        user_data = make_user_data("trainer", repo_url=f"file://{repository}", revision=revision, trainer_flags=flags)
+        result = machine.boot(user_data)
         assert result.returncode == 0, result.stdout + result.stderr
         training, _, peer, *_ = parse_arguments(TRAINER_ARGUMENTS, "-", machine.service_arguments())
         assert peer.initial_peers == [COORDINATOR_ADDRESS] and not peer.client_mode
@@ -145,14 +136,11 @@ class TestFirstBoot:
             result = machine.run("systemd-analyze", "verify", *machine.units.glob("*.service"))
             assert result.returncode == 0, result.stderr
 
-    def test_coordinator(self, deployment, repository, machine):
+    def test_coordinator(self, repository, machine):
         data = {"dataset_url": "https://example.org/data.tar.gz", "dataset_sha256": "A" * 64}
-        started = Deployment(make_settings(repo_url=f"file://{repository}", **data))
-        started.start_coordinator()
-        ip = started.ec2.describe_addresses()["Addresses"][0]["PublicIp"]
-        addresses = "198.51.100.1", "198.51.100.1", ip  # the elastic IP comes later
-        machine.addresses.write_text("\n".join(addresses) + "\n", encoding="utf-8")
-        address = f"/ip4/{ip}/tcp/31337/p2p/{PEER_ID}"
+        # The elastic IP comes later.
+        machine.addresses.write_text(f"198.51.100.1\n198.51.100.1\n{PUBLIC_IP}\n", encoding="utf-8")
+        address = COORDINATOR_ADDRESS
         machine.install("systemctl", "[[ $1 != is-failed ]]")
         machine.install(
             "journalctl",
@@ -161,12 +149,11 @@ class TestFirstBoot:
             [[ -e {machine.output}.seen ]] && echo '[INFO] To connect other peers, use --initial_peers {address} /x'
             touch {machine.output}.seen""",
         )
-        user_data = read_user_data(started, "coordinator")
-        result = machine.boot(user_data)
+        result = machine.boot(make_user_data("coordinator", repo_url=f"file://{repository}", **data))
         assert result.returncode == 0, result.stdout + result.stderr
 
         _, run, peer, *_ = parse_arguments(run_training_monitor.ARGUMENTS, "-", machine.service_arguments())
-        assert (peer.announce_maddrs, peer.run_id) == ([f"/ip4/{ip}/tcp/31337"], "r")
+        assert (peer.announce_maddrs, peer.run_id) == ([f"/ip4/{PUBLIC_IP}/tcp/31337"], "r")
         found = run.dataset_url, run.dataset_sha256
         assert found == (data["dataset_url"], "a" * 64), "the trainers take them from the coordinator"
         log = machine.log.read_text(encoding="utf-8")
@@ -179,21 +166,16 @@ class TestFirstBoot:
         ("repo_url", "reason"),
         [("file:///nothing", "does not appear to be a git repository"), (None, "error: wrong flag")],
     )
-    def test_coordinator_that_cannot_start_reports_why(self, deployment, repository, machine, repo_url, reason):
-        started = Deployment(make_settings(repo_url=repo_url or f"file://{repository}"))
-        started.start_coordinator()
-        ip = started.ec2.describe_addresses()["Addresses"][0]["PublicIp"]
-        machine.addresses.write_text(f"{ip}\n", encoding="utf-8")
+    def test_coordinator_that_cannot_start_reports_why(self, repository, machine, repo_url, reason):
+        machine.addresses.write_text(f"{PUBLIC_IP}\n", encoding="utf-8")
         machine.install("journalctl", """echo 'error: "wrong" $flag'""")
-        result = machine.boot(read_user_data(started, "coordinator"))
+        result = machine.boot(make_user_data("coordinator", repo_url=repo_url or f"file://{repository}"))
         assert result.returncode != 0 and "could not be set up" in result.stdout
         assert machine.signal()["Status"] == "FAILURE" and reason in machine.signal()["Reason"]
         assert "give-back" not in machine.log.read_text(encoding="utf-8"), "a coordinator waits for its organiser"
 
-    def test_trainer_that_cannot_be_set_up_gives_its_machine_back(self, deployment, machine):
-        started = Deployment(make_settings(repo_url="file:///nothing"))
-        started.set_trainers(1)
-        result = machine.boot(read_user_data(started, "trainer"))
+    def test_trainer_that_cannot_be_set_up_gives_its_machine_back(self, machine):
+        result = machine.boot(make_user_data("trainer", repo_url="file:///nothing"))
         assert result.returncode != 0 and "This machine could not be set up" in result.stdout
         assert "systemctl start give-back.service" in machine.log.read_text(encoding="utf-8")
         assert machine.give_back().endswith(

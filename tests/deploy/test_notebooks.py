@@ -1,4 +1,4 @@
-"""Notebooks: as committed, and executed from the first cell to the last, with a fake GPU or a fake AWS."""
+"""Notebooks: as committed, and executed from the first cell to the last, with a fake GPU or fake clients of AWS."""
 
 import json
 import os
@@ -6,9 +6,11 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 from importlib.metadata import version
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import nbformat
 import psutil
@@ -21,9 +23,8 @@ from cotrain.common.argument_parser import parse_arguments
 from cotrain.common.errors import UserError
 from cotrain.peer.tunnel import NGROK_INSTALL
 from deploy import join
-from deploy.aws import Deployment
 from deploy.join import choose_batch_size, trainer_command
-from tests.support.aws import DATA, IMAGE, make_settings
+from tests.support.aws import COORDINATOR_ADDRESS, DATA
 from tests.support.peers import LOCAL, ROOT, wait_until
 
 NOTEBOOKS = sorted((ROOT / "deploy").glob("*.ipynb"))
@@ -300,13 +301,19 @@ def test_friend_joins_a_notebook_through_its_tunnel(dataset_url, tmp_path, monke
     wait_until(lambda: not any(process.is_running() for process in processes), 15, "the end of its processes")
 
 
-def test_deploy_notebook(account):
-    notebook = read(
-        "deploy_on_aws.ipynb", NAME="nb", REPO_URL="https://example.org/project.git", DATASET_URL=DATA, RUN_ID="r",
-        REALLY=True, MORE={"trainer_image": IMAGE},
-    )  # fmt: skip
-    printed = execute(notebook, ROOT / "deploy")
-    assert re.search(r"^--initial_peers /ip4/[\d.]+/tcp/31337/p2p/\w+$", printed, re.MULTILINE)
-    assert "AWS keeps 2 trainers running" in printed and printed.count("\ntrainer ") == 2
-    assert printed.rstrip().endswith("Removed all resources of 'nb'")
-    assert Deployment(make_settings(name="nb")).instances() == []
+def test_deploy_notebook(monkeypatch, capsys):
+    """Its cells in this process, with clients of AWS that answer at once."""
+    values = {"NAME": "nb", "REPO_URL": "https://example.org/project.git", "DATASET_URL": DATA, "REALLY": True}
+    notebook, client = read("deploy_on_aws.ipynb", **values), MagicMock()
+    client.describe_stacks.return_value = {"Stacks": [{"Outputs": [{"OutputValue": COORDINATOR_ADDRESS}]}]}
+    monkeypatch.setattr("deploy.aws.boto3.client", lambda *_args, **_options: client)
+    monkeypatch.chdir(ROOT / "deploy")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    names: dict = {}
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            exec(re.sub(r"^%pip .*", "", cell.source, flags=re.MULTILINE), names)
+    printed = capsys.readouterr().out
+    assert f"--initial_peers {COORDINATOR_ADDRESS}\n" in printed and "AWS keeps 2 trainers running" in printed
+    assert printed.endswith("Removed all resources of 'nb'\n")
+    client.delete_stack.assert_called_once_with(StackName="nb")
