@@ -111,7 +111,7 @@ def machine(tmp_path) -> Machine:
 @pytest.fixture
 def repository(tmp_path) -> Path:
     code = "import json, sys\nprint(json.dumps(sys.argv[1:]))\n"
-    return make_repository(tmp_path / "repository", code, monitor=code)
+    return make_repository(tmp_path / "it's a repository", code, monitor=code)
 
 
 class TestFirstBoot:
