@@ -1,6 +1,7 @@
 """Attacks on a run of three unequal trainers: by outsiders with records and streams, and by members of its rounds."""
 
 import re
+import time
 
 import pytest
 from hivemind.utils.crypto import RSAPrivateKey
@@ -70,6 +71,13 @@ class Run:
             assert len(warnings) <= 12, warnings
         print(f"{attacker.log.stem}: {measured}")
 
+    def count_together(self, since: float) -> float:
+        """Return the fraction of the honest trainers' rounds since a time (`time.time`) that had all of them."""
+        honest = {trainer.address.rpartition("/")[2] for trainer in self.trainers}
+        rounds = [entry for name in PACES for entry in read_jsonl(self.scripts.folder / name / "rounds.jsonl")]
+        groups = [entry.get("group", ()) for entry in rounds if entry["time"] > since]
+        return sum(honest <= set(group) for group in groups) / len(groups)
+
 
 def start_outsider(run: Run, name: str) -> Script:
     script = run.scripts.start(OUTSIDERS[name], "albert", run.monitor.address, log=name)
@@ -115,6 +123,14 @@ def test_hostile_records_stop_neither_trainers_nor_monitor(scripts):
     assert [record["step"] for record in records] == list(range(1, len(records) + 1)), "none lost, false or repeated"
     assert all(5 < record["loss"] < 8 for record in records)
     assert list_checkpoints(scripts.folder / "monitor"), run.monitor.output
+
+
+@pytest.mark.early
+def test_join_requests_of_four_megabytes_stop_no_round(scripts):
+    """A leader sent them on to all members, in a message that none accepted. In half of the rounds, one was alone."""
+    run, since = Run(scripts), time.time()
+    attack(run, "flood_requests")
+    assert run.count_together(since) >= 0.8
 
 
 @pytest.mark.long

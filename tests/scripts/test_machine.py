@@ -66,6 +66,15 @@ def test_last_line_says_what_to_do_about_the_machine(data, tmp_path, monkeypatch
     assert "Exception ignored" not in result.stderr and "Traceback" not in result.stderr
 
 
+def test_trainer_in_a_locale_that_is_not_utf8(scripts, tmp_path):
+    folder = tmp_path / "Zoë"
+    trainer = scripts.trainer("trainer", "--output_dir", folder, "--username", "Zoë", env=NOT_UTF8)
+    trainer.wait_for("This peer is Zoë")
+    trainer.wait_for(r"\bStep #1\b")
+    assert trainer.stop() == 0, trainer.output
+    assert "codec" not in trainer.output and list(folder.glob("checkpoint-*"))
+
+
 @pytest.mark.parametrize("environment", [NOT_UTF8, {"PYTHONIOENCODING": "ascii:strict"}], ids=["locale", "output"])
 def test_texts_that_the_output_cannot_show_end_no_script(tmp_path, environment):
     script = tmp_path / "script.py"
