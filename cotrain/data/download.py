@@ -9,7 +9,6 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urljoin
 
@@ -109,7 +108,7 @@ def _fetch(args: ModelArguments, missing: dict[str, Path], path: Path, disable_t
             name: stack.enter_context(new_folder(folder, "--dataset_url", replaceable=(_MARKS[name],)))
             for name, folder in missing.items()
         }
-        digest = _fetch_archive(args, path, folders, check, math.inf, disable_tqdm)
+        digest = _Transfer(args, path, disable_tqdm=disable_tqdm).fetch(folders, check)
         if DATASET in folders:
             (folders[DATASET] / RECEIPT).write_text(f"{digest}\n", encoding="utf-8")
     logger.info(f"The data is in {' and '.join(map(str, missing.values()))}")
@@ -121,8 +120,7 @@ def fetch_shard(args: DatasetArguments, shard: Shard, manifest: Manifest) -> Non
     :raises UserError: if it is not available, or is not what the manifest says
     """
     target = Path(args.dataset_path, shard.file)
-    shard_args = replace(args, dataset_url=urljoin(args.dataset_url, shard.name), dataset_sha256=shard.sha256)
-    shard_args.adopted, shard_args.near = args.adopted, args.near
+    transfer = _Transfer(args, target.with_name(f".{target.name}.download"), shard, disable_tqdm=True)
     with new_file(target) as temporary:
         file = temporary.parent / shard.file
 
@@ -132,46 +130,8 @@ def fetch_shard(args: DatasetArguments, shard: Shard, manifest: Manifest) -> Non
             table = open_samples([file], manifest.objective, shard.samples)
             check_samples(table, manifest.max_seq_length, manifest.vocab_size)
 
-        path = target.with_name(f".{target.name}.download")
-        _fetch_archive(shard_args, path, {DATASET: temporary.parent}, check, shard.bytes, disable_tqdm=True)
+        transfer.fetch({DATASET: temporary.parent}, check)
         file.replace(temporary)
-
-
-def _fetch_archive(
-    args: ModelArguments,
-    path: Path,
-    folders: dict[str, Path],
-    check: Callable[[], None],
-    limit: float,
-    disable_tqdm: bool,
-) -> str:
-    """Download the archive to `path`, of at most `limit` bytes, verify, unpack and check it; return its SHA-256."""
-    address, is_adopted = public_address(args.dataset_url), "dataset_url" in args.adopted
-    limit = min(limit, MAX_BYTES if is_adopted else math.inf)
-    with requests.Session() as session:
-        session.max_redirects = 10
-        session.trust_env = not is_adopted  # a password in .netrc, or a proxy, which checks nothing
-        for scheme in ("http://", "https://"):
-            session.mount(scheme, GuardedAdapter(args.near if is_adopted else None))
-        digest = _download(session, args, path, limit, disable_tqdm)
-    if args.dataset_sha256 is None:
-        remedy = f"compare its SHA-256 with the organiser's, and pass it as --dataset_sha256: {digest}"
-        logger.warning(f"Could not verify the archive at {address}: {remedy}")
-    logger.info("Unpacking")
-    try:
-        unpack_archive(path, folders)
-        try:
-            check()
-        except ArchiveError:
-            raise
-        except Exception as error:  # of any kind, since a stranger has written all of it
-            raise ArchiveError(f"its samples are damaged ({first_line(error)})") from None
-    except ArchiveError as error:
-        path.unlink()
-        what = f"{address} is not an archive from tokenize_wikitext103.py --archive: {error}"
-        raise UserError(f"--dataset_url: {what}; ask the organiser for the address of that archive") from None
-    path.unlink()
-    return digest
 
 
 def public_address(url: str) -> str:
@@ -179,107 +139,140 @@ def public_address(url: str) -> str:
     return parse_url(url)._replace(auth=None, query=None, fragment=None).url
 
 
-def _download(session: requests.Session, args: ModelArguments, path: Path, limit: float, disable_tqdm: bool) -> str:
-    """Download the archive, and resume a partial file at `path` if the SHA-256 is known; return the SHA-256.
-
-    :raises TemporaryError: after too many attempts
-    :raises UserError: if the SHA-256 is another one, or the server refuses the request
-    """
-    address, expected = public_address(args.dataset_url), args.dataset_sha256
-    failures, most, mismatches, error = 0, 0, 0, None
-    for _ in range(MAX_TRIES):
-        start = path.stat().st_size if expected is not None and path.exists() else 0
-        try:
-            is_resumed = _receive(session, args, path, start, limit, disable_tqdm)
-        except TransientError as transient:
-            error, size = transient, path.stat().st_size if path.exists() else 0
-            if size > most:  # no reset if each attempt fails at the same offset
-                failures, most = 0, size
-            if failures == len(PAUSES):
-                break
-            logger.warning(f"{address}: {error}; trying again in {PAUSES[failures]} s")
-            time.sleep(PAUSES[failures])
-            failures += 1
-            continue
-        digest = file_sha256(path)
-        if expected in (None, digest):
-            return digest
-        path.unlink()
-        mismatches += 1
-        if mismatches == 2 or not is_resumed:
-            what = f"{address} has SHA-256 {digest} instead of {expected}"
-            raise UserError(f"--dataset_url: {what}; ask the organiser which is right")
-        logger.warning("The resumed download does not match the SHA-256")
-    raise TemporaryError(f"--dataset_url: {address} cannot be downloaded ({error}); try again later")
-
-
-def _receive(
-    session: requests.Session, args: ModelArguments, path: Path, start: int, limit: float, disable_tqdm: bool
-) -> bool:
-    """Try once to receive the archive from byte `start` on; return whether a partial file was resumed.
+class _Transfer:
+    """Download of the archive at --dataset_url, or of a shard beside it, to a path.
 
     The messages of requests and urllib3 quote the whole address, so no error message contains them.
-
-    :raises TransientError: for network errors and temporary status codes
-    :raises UserError: if the request is invalid, or for other status codes
     """
-    address = public_address(args.dataset_url)
-    # No content encoding: offsets and checksum refer to the bytes of the file on the server.
-    headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={start}-"} if start else {})
-    timeouts = CONNECT_TIMEOUT, READ_TIMEOUT
-    try:
-        with session.get(args.dataset_url, headers=headers, stream=True, timeout=timeouts) as response:
-            status = response.status_code
-            if status in TEMPORARY_TROUBLE:
-                raise TransientError(f"the server answers with status {status}")
-            if status not in ({200, 206, 416} if start else {200}):
-                remedy = "check the address and that it is public"
-                raise UserError(f"--dataset_url: {address} answers with status {status}; {remedy}")
-            if status != 416:  # nothing is missing, or it is another file: the SHA-256 shows which
-                start = start if status == 206 else 0
-                _write(response.raw, path, start, args, limit, disable_tqdm)
-            return start > 0
-    except (requests.ConnectionError, requests.Timeout, urllib3.exceptions.HTTPError) as error:
-        cause = error
-        while deeper := cause.__cause__ or cause.__context__:
-            cause = deeper
-        raise TransientError(getattr(cause, "strerror", None) or type(cause).__name__) from None
-    except requests.RequestException as error:
-        remedy = "check the address"
-        raise UserError(f"--dataset_url: {address} cannot be requested ({type(error).__name__}); {remedy}") from None
 
+    def __init__(self, args: ModelArguments, path: Path, shard: Shard | None = None, disable_tqdm: bool = False):
+        self.path, self.disable_tqdm = path, disable_tqdm
+        self.url, self.expected = args.dataset_url, args.dataset_sha256
+        self.limit = MAX_BYTES if "dataset_url" in args.adopted else math.inf
+        if shard is not None:
+            self.url, self.expected = urljoin(self.url, shard.name), shard.sha256
+            self.limit = min(self.limit, shard.bytes)
+        self.address = public_address(self.url)
+        self.session = requests.Session()
+        self.session.max_redirects = 10
+        self.session.trust_env = "dataset_url" not in args.adopted  # a password in .netrc, or an unchecked proxy
+        for scheme in ("http://", "https://"):
+            self.session.mount(scheme, GuardedAdapter(args.near if "dataset_url" in args.adopted else None))
 
-def _write(
-    body: urllib3.BaseHTTPResponse, path: Path, start: int, args: ModelArguments, limit: float, disable_tqdm: bool
-) -> None:
-    """Write the body of a response to a file, after the first `start` bytes."""
-    missing = body.length_remaining
-    size = None if missing is None else start + missing
-    verb = f"Resuming at {start / 1e6:,.1f} MB:" if start else "Downloading"
-    address = public_address(args.dataset_url)
-    logger.info(f"{verb} {address}{'' if size is None else f', {size / 1e6:,.1f} MB'}")
-    check_space(path.parent, missing or 0)
-    with (
-        open(path, "ab" if start else "wb") as file,
-        tqdm(
-            desc="Downloading the data", initial=start, total=size, unit="B", unit_scale=True,
-            disable=disable_tqdm or None,  # None: disabled unless the output is a terminal
-        ) as progress,
-    ):  # fmt: skip
-        since, received = time.monotonic(), 0
-        # Unlike `read`, `read1` does not wait for a full block: no received bytes are lost on an interruption.
-        while block := body.read1(BLOCK, decode_content=False):
-            if max(size or 0, file.tell() + len(block)) > limit:
-                path.unlink()
-                text = f"has more than {limit / 1e9:.3g} GB: refused; if you want it, pass the address yourself"
-                raise UserError(f"--dataset_url: {address} {text}")
-            check_space(path.parent, len(block))
-            file.write(block)
-            progress.update(len(block))
-            received += len(block)
-            if (now := time.monotonic()) - since > SPEED_WINDOW:
-                if received < MIN_SPEED * SPEED_WINDOW:
-                    raise TransientError(f"fewer than {MIN_SPEED:,} bytes a second")
-                if progress.disable:
-                    logger.info(f"Downloaded {file.tell() / 1e6:,.0f} MB")
-                since, received = now, 0
+    def fetch(self, folders: dict[str, Path], check: Callable[[], None]) -> str:
+        """Download the archive, verify, unpack and check it; return its SHA-256."""
+        with self.session:
+            digest = self._download()
+        if self.expected is None:
+            remedy = f"compare its SHA-256 with the organiser's, and pass it as --dataset_sha256: {digest}"
+            logger.warning(f"Could not verify the archive at {self.address}: {remedy}")
+        logger.info("Unpacking")
+        try:
+            unpack_archive(self.path, folders)
+            try:
+                check()
+            except ArchiveError:
+                raise
+            except Exception as error:  # of any kind, since a stranger has written all of it
+                raise ArchiveError(f"its samples are damaged ({first_line(error)})") from None
+        except ArchiveError as error:
+            self.path.unlink()
+            what = f"{self.address} is not an archive from tokenize_wikitext103.py --archive: {error}"
+            raise UserError(f"--dataset_url: {what}; ask the organiser for the address of that archive") from None
+        self.path.unlink()
+        return digest
+
+    def _download(self) -> str:
+        """Download the archive, and resume a partial file if the SHA-256 is known; return the SHA-256.
+
+        :raises TemporaryError: after too many attempts
+        :raises UserError: if the SHA-256 is another one, or the server refuses the request
+        """
+        failures, most, mismatches, error = 0, 0, 0, None
+        for _ in range(MAX_TRIES):
+            start = self.path.stat().st_size if self.expected is not None and self.path.exists() else 0
+            try:
+                is_resumed = self._receive(start)
+            except TransientError as transient:
+                error, size = transient, self.path.stat().st_size if self.path.exists() else 0
+                if size > most:  # no reset if each attempt fails at the same offset
+                    failures, most = 0, size
+                if failures == len(PAUSES):
+                    break
+                logger.warning(f"{self.address}: {error}; trying again in {PAUSES[failures]} s")
+                time.sleep(PAUSES[failures])
+                failures += 1
+                continue
+            digest = file_sha256(self.path)
+            if self.expected in (None, digest):
+                return digest
+            self.path.unlink()
+            mismatches += 1
+            if mismatches == 2 or not is_resumed:
+                what = f"{self.address} has SHA-256 {digest} instead of {self.expected}"
+                raise UserError(f"--dataset_url: {what}; ask the organiser which is right")
+            logger.warning("The resumed download does not match the SHA-256")
+        raise TemporaryError(f"--dataset_url: {self.address} cannot be downloaded ({error}); try again later")
+
+    def _receive(self, start: int) -> bool:
+        """Try once to receive the archive from byte `start` on; return whether a partial file was resumed.
+
+        :raises TransientError: for network errors and temporary status codes
+        :raises UserError: if the request is invalid, or for other status codes
+        """
+        # No content encoding: offsets and checksum refer to the bytes of the file on the server.
+        headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={start}-"} if start else {})
+        timeouts = CONNECT_TIMEOUT, READ_TIMEOUT
+        try:
+            with self.session.get(self.url, headers=headers, stream=True, timeout=timeouts) as response:
+                status = response.status_code
+                if status in TEMPORARY_TROUBLE:
+                    raise TransientError(f"the server answers with status {status}")
+                if status not in ({200, 206, 416} if start else {200}):
+                    remedy = "check the address and that it is public"
+                    raise UserError(f"--dataset_url: {self.address} answers with status {status}; {remedy}")
+                if status != 416:  # nothing is missing, or it is another file: the SHA-256 shows which
+                    start = start if status == 206 else 0
+                    self._write(response.raw, start)
+                return start > 0
+        except (requests.ConnectionError, requests.Timeout, urllib3.exceptions.HTTPError) as error:
+            cause = error
+            while deeper := cause.__cause__ or cause.__context__:
+                cause = deeper
+            raise TransientError(getattr(cause, "strerror", None) or type(cause).__name__) from None
+        except requests.RequestException as error:
+            what = f"{self.address} cannot be requested ({type(error).__name__}); check the address"
+            raise UserError(f"--dataset_url: {what}") from None
+
+    def _write(self, body: urllib3.BaseHTTPResponse, start: int) -> None:
+        """Write the body of a response to the file, after its first `start` bytes."""
+        missing = body.length_remaining
+        size = None if missing is None else start + missing
+        verb = f"Resuming at {start / 1e6:,.1f} MB:" if start else "Downloading"
+        logger.info(f"{verb} {self.address}{'' if size is None else f', {size / 1e6:,.1f} MB'}")
+        check_space(self.path.parent, missing or 0)
+        options = {"initial": start, "total": size, "unit": "B", "unit_scale": True}
+        options["disable"] = self.disable_tqdm or None  # None: disabled unless the output is a terminal
+        with (
+            open(self.path, "ab" if start else "wb") as file,
+            tqdm(desc="Downloading the data", **options) as progress,
+        ):
+            since, received = time.monotonic(), 0
+            # Unlike `read`, `read1` does not wait for a full block: no received bytes are lost on an interruption.
+            while block := body.read1(BLOCK, decode_content=False):
+                if max(size or 0, file.tell() + len(block)) > self.limit:
+                    self.path.unlink()
+                    text = (
+                        f"has more than {self.limit / 1e9:.3g} GB: refused; if you want it, pass the address yourself"
+                    )
+                    raise UserError(f"--dataset_url: {self.address} {text}")
+                check_space(self.path.parent, len(block))
+                file.write(block)
+                progress.update(len(block))
+                received += len(block)
+                if (now := time.monotonic()) - since > SPEED_WINDOW:
+                    if received < MIN_SPEED * SPEED_WINDOW:
+                        raise TransientError(f"fewer than {MIN_SPEED:,} bytes a second")
+                    if progress.disable:
+                        logger.info(f"Downloaded {file.tell() / 1e6:,.0f} MB")
+                    since, received = now, 0
