@@ -69,6 +69,11 @@ class Documents:
     def select(self, numbers: Sequence[int] | np.ndarray) -> "Documents":
         return Documents(self.path, self.rows[numbers], self.lengths[numbers])
 
+    def divide(self, group_chars: int) -> list["Documents"]:
+        """Divide the documents into groups of about `group_chars` characters each."""
+        ends = np.flatnonzero(np.diff(np.cumsum(self.lengths) // group_chars)) + 1
+        return [self.select(numbers) for numbers in np.split(np.arange(len(self)), ends) if len(numbers)]
+
     def read(self) -> list[str]:
         texts = _open(self.path)
         return [texts[row].as_py() for row in self.rows.tolist()]  # `take` would copy all chunks, at most 2 GiB

@@ -1,13 +1,14 @@
 """Packing of documents into samples: documents -> sentences -> token ids -> samples.
 
-All functions are pure. Random choices depend on the seed, the split and the document's number, so the result does not
-depend on how the work is divided among processes.
+All functions are pure. Random choices depend on the seed and the document, so the result does not depend on how the
+work is divided among processes.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
@@ -16,7 +17,7 @@ import pyarrow as pa
 import sentencex
 
 from cotrain.data.encoding import TextEncoder
-from cotrain.models.objectives import DEFAULT_OBJECTIVE, OBJECTIVES, SPLITS
+from cotrain.models.objectives import DEFAULT_OBJECTIVE, OBJECTIVES
 
 # Token ids need 16 to 18 bits; masks and labels fit into a byte.
 _TYPES = {"input_ids": pa.list_(pa.int32()), "sentence_order_label": pa.int8()}  # of others: pa.list_(pa.int8())
@@ -58,23 +59,6 @@ class PackingStats:
         return PackingStats(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
 
 
-def group_documents(lengths: Sequence[int], group_chars: int = 500_000) -> list[range]:
-    """Divide documents into groups of about `group_chars` characters, each of which is tokenized and packed at once.
-
-    Groups depend on the text only, not on the number of processes. No sample spans two groups.
-
-    :param lengths: characters in each document
-    :returns: the numbers of the documents of each group
-    """
-    groups, start, size = [], 0, 0
-    for stop, length in enumerate(lengths, start=1):
-        size += length
-        if size >= group_chars or stop == len(lengths):
-            groups.append(range(start, stop))
-            start, size = stop, 0
-    return groups
-
-
 def split_sentences(document: str, language: str = "en") -> list[str]:
     """Split a document into sentences. The end of a line ends a sentence.
 
@@ -113,7 +97,7 @@ def _to_sample(input_ids: np.ndarray, *special_ids: int) -> Sample:
 
 
 def pack_pairs(
-    sentences: Sequence[np.ndarray], max_seq_length: int, cls_id: int, sep_id: int, generator: np.random.Generator
+    sentences: Sequence[np.ndarray], max_seq_length: int, cls_id: int, sep_id: int, seed: int
 ) -> Iterator[Sample]:
     """Pack one document into [CLS] A [SEP] B [SEP] for masked LM and sentence-order prediction, as ALBERT does.
 
@@ -128,6 +112,7 @@ def pack_pairs(
     document = np.concatenate([_EMPTY, *sentences])
     if len(document) < 2:
         return
+    generator = np.random.default_rng([seed, zlib.crc32(document)])
     starts = np.cumsum([len(sentence) for sentence in sentences])  # positions of the second sentence, the third, ...
     for begin, end in itertools.pairwise(_cut_points(len(document), capacity=max_seq_length - 3)):
         first, last = np.searchsorted(starts, [begin + 1, end])
@@ -199,45 +184,41 @@ def pack_conversations(
         yield _to_sample(ids) | {"answer_mask": answers, "start_mask": starts}
 
 
-def build_samples(
-    documents: list, numbers: Iterable[int], split: str, encoder: TextEncoder, config: PackingConfig
-) -> tuple[pa.Table, PackingStats]:
+def build_samples(documents: list, encoder: TextEncoder, config: PackingConfig) -> tuple[pa.Table, PackingStats]:
     """Tokenize a group of documents and pack them into samples, in the order of the text.
 
     :param documents: texts; of conversations token ids and masks, see `encode_conversation`
-    :param numbers: number of each document within its split
     """
-    objective, tokenizer, schema = OBJECTIVES[config.objective], encoder.tokenizer, SCHEMAS[config.objective]
-    capacity, cls_id, sep_id = config.max_seq_length, tokenizer.cls_token_id, tokenizer.sep_token_id
-    texts = [split_sentences(x, config.language) if objective.has_sentence_order else [x] for x in documents]
-    conversations = documents if objective.has_answers else []
-    ids = iter([ids for ids, _ in conversations] or encoder.encode(list(itertools.chain.from_iterable(texts))))
-    encoded = [list(itertools.islice(ids, len(text))) for text in texts]
+    objective, capacity, schema = OBJECTIVES[config.objective], config.max_seq_length, SCHEMAS[config.objective]
+    cls_id, sep_id, eos_id = (getattr(encoder.tokenizer, f"{name}_token_id") for name in ("cls", "sep", "eos"))
+    if objective.has_answers:
+        encoded = [[ids] for ids, _ in documents]
+    else:
+        texts = [split_sentences(x, config.language) if objective.has_sentence_order else [x] for x in documents]
+        ids = iter(encoder.encode(list(itertools.chain.from_iterable(texts))))
+        encoded = [list(itertools.islice(ids, len(text))) for text in texts]
     sizes = [sum(map(len, text)) for text in encoded]
-    whole = itertools.chain.from_iterable(encoded)
-    is_ended = objective.is_causal and not objective.has_answers
     dropped = sum(size <= objective.has_sentence_order for size in sizes)  # a pair has two tokens
     if objective.has_answers:
-        cut = [(ids[:capacity], mask[:capacity]) for ids, mask in conversations if mask[:capacity].any()]
-        samples, dropped = list(pack_conversations(cut, capacity)), len(conversations) - len(cut)
+        cut = [(ids[:capacity], mask[:capacity]) for ids, mask in documents if mask[:capacity].any()]
+        samples, dropped = list(pack_conversations(cut, capacity)), len(documents) - len(cut)
     elif objective.has_sentence_order:
-        seeds = ([config.seed, SPLITS.index(split), number] for number in numbers)
-        pairs = zip(encoded, map(np.random.default_rng, seeds), strict=True)
-        packed = (pack_pairs(text, capacity, cls_id, sep_id, generator) for text, generator in pairs)
-        samples = list(itertools.chain.from_iterable(packed))
+        pairs = (pack_pairs(text, capacity, cls_id, sep_id, config.seed) for text in encoded)
+        samples = list(itertools.chain.from_iterable(pairs))
     elif objective.is_causal:
-        samples = list(pack_contiguous(whole, capacity, tokenizer.eos_token_id))
+        samples = list(pack_contiguous(itertools.chain.from_iterable(encoded), capacity, eos_id))
     else:
-        samples = list(pack_full_sequences(whole, capacity, cls_id, sep_id))
+        samples = list(pack_full_sequences(itertools.chain.from_iterable(encoded), capacity, cls_id, sep_id))
     kept = sum(int(np.count_nonzero(sample["special_tokens_mask"] == 0)) for sample in samples)
+    is_ended = objective.is_causal and not objective.has_answers  # each text by a token
     stats = PackingStats(
         documents=len(documents),
-        sentences=sum(map(len, texts)) if objective.has_sentence_order else 0,
+        sentences=sum(map(len, encoded)) if objective.has_sentence_order else 0,
         instances=len(samples),
         tokens=sum(len(sample["input_ids"]) for sample in samples),
         unknown_tokens=sum(int(np.count_nonzero(x["input_ids"] == encoder.unknown_id)) for x in samples),
         truncated_documents=sum(size > capacity for size in sizes) if objective.has_answers else 0,
         dropped_documents=dropped,
-        dropped_tokens=sum(size + is_ended for size in sizes if size) - kept,  # with the end of each text
+        dropped_tokens=sum(size + is_ended for size in sizes if size) - kept,
     )
     return pa.table({name: [sample[name] for sample in samples] for name in schema.names}, schema=schema), stats

@@ -23,10 +23,14 @@ from cotrain.data.corpus import Corpus, Documents
 from cotrain.data.encoding import TextEncoder
 from cotrain.data.loading import check_samples, open_samples
 from cotrain.data.manifest import Manifest, Shard
-from cotrain.data.packing import SCHEMAS, PackingConfig, PackingStats, build_samples, group_documents
+from cotrain.data.packing import SCHEMAS, PackingConfig, PackingStats, build_samples
 from cotrain.data.tokenizers import load_tokenizer
 from cotrain.models.vocabulary import vocabulary_size
 from peerstep.processes import leave_with_parent
+
+# Characters that a worker tokenizes and packs at once. It is not the number of workers that decides what is in a
+# sample: none spans two groups.
+GROUP_CHARS = 500_000
 
 
 @contextlib.contextmanager
@@ -65,7 +69,7 @@ def save_dataset(
                 stats, shards = _write_shards(write, parts, work, archive)
             else:
                 path = work / f"{split}.samples"
-                stats = write(split, parts, 0, path)
+                stats = write(split, parts, path)
                 dataset[split] = Dataset(MemoryMappedTable.from_file(str(path)), fingerprint=split)
             if not stats.instances:
                 what = f"the {split} text ({stats.documents} documents)"
@@ -87,7 +91,7 @@ def _write_shards(
         if record is None or not path.exists():
             with temporary_folder(work / "train") as unpacked:
                 file = unpacked / f"data-{number:05d}.arrow"
-                stats = write("train", [part], total.documents, file)
+                stats = write("train", [part], file)
                 record = {"number": number, "stats": asdict(stats), "unpacked": file.stat().st_size}
                 record["sha256"] = write_archive(path, {f"{DATASET}/train": unpacked})
             log.write(record)
@@ -98,20 +102,10 @@ def _write_shards(
 
 
 def _write_samples(
-    map_tasks: Callable,
-    folder: Path,
-    config: PackingConfig,
-    split: str,
-    parts: Iterable[Documents],
-    first: int,
-    path: Path,
+    map_tasks: Callable, folder: Path, config: PackingConfig, split: str, parts: Iterable[Documents], path: Path
 ) -> PackingStats:
-    """Write the samples of parts of a split to an Arrow file.
-
-    :param folder: with the tokenizer
-    :param first: number of their first document within the split
-    """
-    stats, tokenize = PackingStats(), partial(tokenize_group, split, str(folder), config)
+    """Write the samples of parts of a split to an Arrow file, by the tokenizer in `folder`."""
+    stats, tokenize = PackingStats(), partial(tokenize_group, str(folder), config)
     tokenizer = open_encoder(str(folder)).tokenizer  # the workers inherit it
     with (
         pa.OSFile(str(path), "wb") as file,
@@ -119,11 +113,8 @@ def _write_samples(
         tqdm(desc=f"Tokenizing {split}", unit=" chars", unit_scale=True) as progress,
     ):
         for documents in parts:
-            groups = group_documents(documents.lengths)
-            numbers = [range(first + group.start, first + group.stop) for group in groups]
-            first += len(documents)
-            groups = [documents.select(group) for group in groups]
-            for group, (samples, group_stats) in zip(groups, map_tasks(tokenize, numbers, groups), strict=True):
+            groups = documents.divide(GROUP_CHARS)
+            for group, (samples, group_stats) in zip(groups, map_tasks(tokenize, groups), strict=True):
                 writer.write_table(samples)
                 stats += group_stats
                 progress.update(group.lengths.sum())
@@ -135,14 +126,12 @@ def _write_samples(
     return stats
 
 
-def tokenize_group(
-    split: str, tokenizer: str, config: PackingConfig, numbers: range, documents: Documents
-) -> tuple[pa.Table, PackingStats]:
-    """Tokenize and pack the documents that have these numbers within the split."""
+def tokenize_group(tokenizer: str, config: PackingConfig, documents: Documents) -> tuple[pa.Table, PackingStats]:
+    """Tokenize and pack documents, by the tokenizer in a folder."""
     encoder, texts = open_encoder(tokenizer), documents.read()
     if config.objective == "chat":
         texts = [encode_conversation(text, encoder.tokenizer) for text in texts]
-    return build_samples(texts, numbers, split, encoder, config)
+    return build_samples(texts, encoder, config)
 
 
 @lru_cache(maxsize=1)

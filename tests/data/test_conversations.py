@@ -252,7 +252,7 @@ def test_long_conversations_are_truncated_and_counted():
     encoder, config = TextEncoder(prepare_tokenizer("chatml")), PackingConfig("chat", max_seq_length=40)
     rows = [chat("Hi", "Ho"), chat("Hi", "o" * 50), chat("i" * 50, "Ho"), chat("Hi")]
     encoded = [encode_conversation(x, encoder.tokenizer) for x in read_conversations("f", rows)]
-    table, stats = build_samples(encoded, range(4), "train", encoder, config)
+    table, stats = build_samples(encoded, encoder, config)
     assert (stats.documents, stats.truncated_documents, stats.dropped_documents) == (4, 2, 2)
     sizes = [len(ids) for ids, _ in encoded]
     assert stats.tokens == sizes[0] + 40 and stats.dropped_tokens == sum(sizes) - stats.tokens
@@ -274,7 +274,7 @@ def conversations(tmp_path) -> dict:
 
 
 def test_the_script_prepares_conversations(tmp_path, conversations, monkeypatch, capsys):
-    monkeypatch.setattr("cotrain.data.packing.group_documents.__defaults__", (5_000,))
+    monkeypatch.setattr("cotrain.data.preparation.GROUP_CHARS", 5_000)
     for num_proc in (1, 2):
         tokenize_wikitext103.prepare(arguments(tmp_path / str(num_proc), **conversations, num_proc=num_proc))
     assert contents(tmp_path / "1") == contents(tmp_path / "2")

@@ -10,13 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cotrain.data import corpus
-from cotrain.data.corpus import find_layout, hold_out, split_documents
+from cotrain.data.corpus import Documents, find_layout, hold_out, split_documents
 from cotrain.data.encoding import TextEncoder
 from cotrain.data.packing import (
     SCHEMAS,
     PackingConfig,
     build_samples,
-    group_documents,
     pack_contiguous,
     pack_full_sequences,
     pack_pairs,
@@ -59,7 +58,7 @@ def encoder(documents) -> TextEncoder:
 
 def pack(sentences, max_seq_length=16, seed=0):
     sentences = [np.array(sentence, dtype=np.int32) for sentence in sentences]
-    return list(pack_pairs(sentences, max_seq_length, CLS, SEP, np.random.default_rng(seed)))
+    return list(pack_pairs(sentences, max_seq_length, CLS, SEP, seed))
 
 
 def segments(sample) -> tuple[list[int], list[int]]:
@@ -118,9 +117,10 @@ def test_hold_out_takes_a_fraction_and_leaves_the_rest():
 
 @given(st.lists(st.integers(1, 50), max_size=30))
 def test_groups_are_runs_of_all_documents(lengths):
-    groups = group_documents(lengths, group_chars=60)
-    assert list(itertools.chain.from_iterable(groups)) == list(range(len(lengths)))
-    assert all(sum(lengths[group.start : group.stop]) >= 60 for group in groups[:-1])
+    groups = Documents("", np.arange(len(lengths)), np.array(lengths, dtype=np.int64)).divide(60)
+    assert [row for group in groups for row in group.rows] == list(range(len(lengths)))
+    sizes = [group.lengths.sum() for group in groups]
+    assert all(0 < size < 60 + 50 for size in sizes) and all(one + two >= 60 for one, two in itertools.pairwise(sizes))
 
 
 # --- sentences and tokens --------------------------------------------------------------------------------------------
@@ -236,28 +236,15 @@ def test_blocks_hold_every_token(documents, max_seq_length):
 # --- everything ------------------------------------------------------------------------------------------------------
 
 
-def test_samples_of_a_document_do_not_depend_on_the_others(documents, encoder):
-    config = PackingConfig(max_seq_length=64)
-    together, stats = build_samples(documents[:20], range(20), "train", encoder, config)
-    one_by_one = [
-        build_samples([documents[number]], [number], "train", encoder, config)[0].to_pylist()
-        for number in range(20)
-    ]  # fmt: skip
-    assert together.to_pylist() == list(itertools.chain.from_iterable(one_by_one))
-    assert together.schema == SCHEMAS["mlm_sop"]
+def test_samples_depend_on_the_document_and_the_seed_alone(documents, encoder):
+    def make(texts, seed=0):
+        return build_samples(texts, encoder, PackingConfig(max_seq_length=64, seed=seed))
+
+    together, stats = make(documents[:20])
+    assert together.to_pylist() == [sample for text in documents[:20] for sample in make([text])[0].to_pylist()]
+    assert together.schema == SCHEMAS["mlm_sop"] and not together.equals(make(documents[:20], seed=1)[0])
     assert stats.instances == len(together) and stats.documents == 20 and stats.dropped_tokens == 0
     assert stats.tokens == sum(map(len, together["input_ids"].to_pylist()))
-
-
-def test_the_seed_the_split_and_the_number_decide(documents, encoder):
-    def make(seed=0, split="train"):
-        return build_samples(documents[:5], range(5), split, encoder, PackingConfig(max_seq_length=64, seed=seed))[0]
-
-    assert make().equals(make())
-    assert not make().equals(make(seed=1))
-    assert not make().equals(make(split="validation"))
-    equal, _ = build_samples([documents[0]] * 20, range(20), "train", encoder, PackingConfig())
-    assert set(equal["sentence_order_label"].to_pylist()) == {0, 1}, "equal documents are packed differently"
 
 
 @pytest.mark.parametrize(
@@ -269,5 +256,5 @@ def test_the_seed_the_split_and_the_number_decide(documents, encoder):
     ],
 )
 def test_counts_of_what_is_dropped(encoder, config, texts, expected):
-    _, stats = build_samples(texts, range(len(texts)), "train", encoder, config)
+    _, stats = build_samples(texts, encoder, config)
     assert asdict(stats) | {"instances": 1, "dropped_tokens": 1} | expected == asdict(stats)

@@ -113,7 +113,7 @@ def args(host, public, tmp_path) -> DatasetArguments:
     url = f"http://127.0.0.1:{host.server_port}/data.tar.gz"
     largest = max(Manifest.load(public.parent / "output_path").shards, key=lambda shard: shard.unpacked)
     room = 5 * largest.unpacked + largest.bytes
-    return DatasetArguments(dataset_url=url, dataset_sha256=digest, data_cache=f"{room / 1000:.1f}kB", **paths)
+    return DatasetArguments(dataset_url=url, dataset_sha256=digest, data_cache=f"{room / 1000:.3f}kB", **paths)
 
 
 def open_samples(args: DatasetArguments) -> ShardedSamples:
@@ -474,7 +474,7 @@ def test_restart_while_the_server_is_away(args, host, tmp_path):
     """A trainer with the smallest cache has used all its shards, and the next one of its order is not there."""
     samples, path = open_samples(args), tmp_path / "samples.json"
     largest = max(samples.shards, key=lambda shard: shard.unpacked)
-    args.data_cache = f"{(3 * largest.unpacked + largest.bytes) / 1000:.1f}kB"
+    args.data_cache = f"{(3 * largest.unpacked + largest.bytes) / 1000:.3f}kB"
     order = PeerSampler(samples, "peer", 0, 2, path)
     assert order.window == 1
     outlast(order, host)

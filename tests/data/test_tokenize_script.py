@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import datasets
@@ -27,7 +26,7 @@ from cotrain.data.archive import DATASET, TOKENIZER, file_sha256, write_archive
 from cotrain.data.corpus import split_documents
 from cotrain.data.loading import load_datasets
 from cotrain.data.manifest import FORMAT_VERSION, Manifest
-from cotrain.data.packing import SCHEMAS, group_documents
+from cotrain.data.packing import SCHEMAS
 from cotrain.data.sources import open_sample
 from cotrain.data.tokenizer_training import train_tokenizer
 from cotrain.models.model import max_tokens
@@ -118,7 +117,7 @@ def test_each_model_family(tmp_path, objective, tokenizer_class, special_ids):
 @pytest.mark.programs
 def test_the_number_of_processes_does_not_matter(tmp_path, monkeypatch):
     # Several groups of documents even in this small text, so that the work is divided.
-    monkeypatch.setattr(preparation, "group_documents", partial(group_documents, group_chars=40_000))
+    monkeypatch.setattr(preparation, "GROUP_CHARS", 40_000)
     for num_proc in (1, 2):
         tokenize_wikitext103.prepare(arguments(tmp_path / str(num_proc), num_proc=num_proc))
     assert contents(tmp_path / "1") == contents(tmp_path / "2")  # byte for byte, including tokenizer and manifest
