@@ -2,16 +2,13 @@
 
 import contextlib
 import dataclasses
-import hashlib
 import itertools
 import json
 import logging
 import shutil
-import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,15 +19,16 @@ import tokenize_wikitext103
 from cotrain.arguments import DatasetArguments, ModelArguments, parse_size
 from cotrain.common.errors import UserError
 from cotrain.data import download, preparation, sampler, shards
-from cotrain.data.archive import DATASET, TOKENIZER, write_archive
+from cotrain.data.archive import DATASET, TOKENIZER, file_sha256, write_archive
 from cotrain.data.corpus import open_corpus, read_corpus
 from cotrain.data.download import fetch_data
 from cotrain.data.loading import load_datasets
-from cotrain.data.manifest import Manifest, Shard
+from cotrain.data.manifest import Manifest
 from cotrain.data.sampler import PeerSampler
 from cotrain.data.shards import ShardCache, ShardedSamples
 from cotrain.data.sources import open_dataset
 from peerstep.threads import PeriodicThread
+from tests.data.test_download import Host
 from tests.support.peers import wait_until
 from tokenize_wikitext103 import TokenizationArguments
 
@@ -58,34 +56,6 @@ def public(tmp_path_factory) -> Path:
     return folder / "public"
 
 
-class Host(ThreadingHTTPServer):
-    """A web server of a folder, which may be away."""
-
-    daemon_threads = True
-
-    def __init__(self, folder: Path):
-        super().__init__(("127.0.0.1", 0), partial(Answer, directory=folder))
-        self.asked: list[str] = []
-        self.away = False
-
-    @property
-    def names(self) -> list[str]:
-        return [path.rpartition("/")[2] for path in self.asked]
-
-
-class Answer(SimpleHTTPRequestHandler):
-    server: Host
-
-    def log_message(self, *_) -> None:
-        pass
-
-    def do_GET(self) -> None:
-        self.server.asked.append(self.path)
-        if self.server.away:
-            return self.send_error(503)
-        super().do_GET()
-
-
 @pytest.fixture
 def host(public, tmp_path, monkeypatch) -> Iterator[Host]:
     monkeypatch.setattr(download, "PAUSES", ())
@@ -95,11 +65,8 @@ def host(public, tmp_path, monkeypatch) -> Iterator[Host]:
     monkeypatch.setattr(sampler, "PATIENCE", 0.2)
     begun = []
     monkeypatch.setattr(ShardCache, "start", lambda self: (begun.append(self), PeriodicThread.start(self)))
-    shutil.copytree(public, tmp_path / "public")
-    with Host(tmp_path / "public") as server:
-        threading.Thread(target=partial(server.serve_forever, poll_interval=0.02)).start()
+    with Host(shutil.copytree(public, tmp_path / "public")) as server:
         yield server
-        server.shutdown()
     for cache in begun:
         cache.stop()
         cache.join()
@@ -108,12 +75,11 @@ def host(public, tmp_path, monkeypatch) -> Iterator[Host]:
 @pytest.fixture
 def args(host, public, tmp_path) -> DatasetArguments:
     """Flags of a trainer with room for five shards."""
-    digest = hashlib.sha256((public / "data.tar.gz").read_bytes()).hexdigest()
+    digest = file_sha256(public / "data.tar.gz")
     paths = {"dataset_path": str(tmp_path / "data"), "tokenizer_path": str(tmp_path / "tokenizer")}
-    url = f"http://127.0.0.1:{host.server_port}/data.tar.gz"
     largest = max(Manifest.load(public.parent / "output_path").shards, key=lambda shard: shard.unpacked)
     room = 5 * largest.unpacked + largest.bytes
-    return DatasetArguments(dataset_url=url, dataset_sha256=digest, data_cache=f"{room / 1000:.3f}kB", **paths)
+    return DatasetArguments(dataset_url=host.url, dataset_sha256=digest, data_cache=f"{room / 1000:.3f}kB", **paths)
 
 
 def open_samples(args: DatasetArguments) -> ShardedSamples:
@@ -143,13 +109,8 @@ def test_shards_have_the_samples_of_the_archive(tmp_path):
     assert len(manifest.shards) > 1
     paths = {"dataset_path": str(tmp_path / "data"), "tokenizer_path": str(tmp_path / "tokenizer")}
     with Host(tmp_path / "parts/public") as server:
-        threading.Thread(target=partial(server.serve_forever, poll_interval=0.02)).start()
-        samples = open_samples(
-            DatasetArguments(dataset_url=f"http://127.0.0.1:{server.server_port}/data.tar.gz", **paths)
-        )
-        numbers = list(PeerSampler(samples, "peer", 0))
-        found = [str(samples[number]["input_ids"]) for number in numbers]
-        server.shutdown()
+        samples = open_samples(DatasetArguments(dataset_url=server.url, **paths))
+        found = [str(samples[number]["input_ids"]) for number in PeerSampler(samples, "peer", 0)]
     expected = [str(sample["input_ids"]) for sample in load_datasets(tmp_path / "whole/output_path")["train"]]
     assert sorted(found) == sorted(expected) and found != expected
 
@@ -397,7 +358,7 @@ def test_signal_ends_the_wait_for_the_first_shard():
 
 def test_a_trainer_needs_the_disk_for_a_few_shards(args, host):
     samples = open_samples(args)
-    assert host.names == ["data.tar.gz"]
+    assert host.requests == ["/data.tar.gz"]
     order, most = PeerSampler(samples, "peer", 0), 0
     assert order.window == 3
     numbers = []
@@ -422,9 +383,9 @@ def test_what_is_here_is_not_downloaded_again(args, host):
     damaged.write_bytes(b"cut")
     args = dataclasses.replace(args, dataset_path=f"{args.dataset_path}2")
     shutil.copytree(damaged.parents[1], args.dataset_path)
-    host.asked.clear()
+    host.requests.clear()
     list(PeerSampler(open_samples(args), "other", 0))
-    assert len(host.asked) == 1
+    assert len(host.requests) == 1
 
 
 def outlast(order: PeerSampler, host: Host) -> Iterator[int]:
@@ -513,44 +474,36 @@ def test_one_shard_that_is_damaged_on_the_server(args, host, tmp_path, caplog, p
     assert order.passes == 0
 
 
-def test_server_that_is_away_at_the_first_shard_ends_the_trainer(args, host):
-    samples = open_samples(args)
-    host.away = True
-    with pytest.raises(
-        UserError, match=r"data-\d+\.tar\.gz cannot be downloaded \(the server answers with status 503"
-    ):
-        next(iter(PeerSampler(samples, "peer", 0)))
+def damage(host: Host, change: Callable[[bytes], bytes]) -> None:
+    for path in host.archive.parent.glob("data-*"):
+        path.write_bytes(change(path.read_bytes()))
 
 
 @pytest.mark.parametrize(
-    ("damage", "fault"),
+    ("change", "host_change", "fault"),
     [
-        (lambda path: path.write_bytes(path.read_bytes()[:-1] + b"x"), "has SHA-256 .* instead of"),
-        (lambda path: path.write_bytes(path.read_bytes() + bytes(100_000)), "refused"),
+        (
+            {},
+            lambda host: setattr(host, "away", True),
+            r"data-\d+\.tar\.gz cannot be downloaded \(the server answers .* 503",
+        ),
+        ({}, lambda host: damage(host, lambda content: content[:-1] + b"x"), "has SHA-256 .* instead of"),
+        ({}, lambda host: damage(host, lambda content: content + bytes(100_000)), "refused"),
+        ({"vocab_size": 100}, None, "its samples are damaged"),
+        ({"max_seq_length": 8}, None, "its samples are damaged"),
+        ({"unpacked": 1}, None, "its samples are damaged"),
+        ({"samples": 1}, None, "its samples are damaged"),
     ],
 )
-def test_a_shard_that_is_not_that_of_the_manifest_is_not_used(args, host, tmp_path, damage, fault):
-    for path in (tmp_path / "public").glob("data-*"):
-        damage(path)
-    with pytest.raises(UserError, match=fault):
-        next(iter(PeerSampler(open_samples(args), "peer", 0)))
-    assert files(args) == []
-
-
-@pytest.mark.parametrize("change", [{"vocab_size": 100}, {"max_seq_length": 8}])
-def test_samples_of_a_shard_are_checked(args, change):
-    manifest = dataclasses.replace(open_samples(args).manifest, **change)
-    with pytest.raises(UserError, match="its samples are damaged"):
-        next(iter(PeerSampler(ShardedSamples(args, manifest), "peer", 0)))
-    assert files(args) == []
-
-
-@pytest.mark.parametrize("change", [{"unpacked": 1}, {"samples": 1}])
-def test_numbers_of_a_shard_are_checked(args, change):
+def test_first_shard_that_is_not_that_of_the_manifest_ends_the_trainer(args, host, change, host_change, fault):
     manifest = open_samples(args).manifest
-    manifest.shards = [dataclasses.replace(shard, **change) for shard in manifest.shards]
-    with pytest.raises(UserError, match="its samples are damaged"):
-        next(iter(PeerSampler(ShardedSamples(args, manifest), "peer", 0)))
+    if {"unpacked", "samples"} & change.keys():
+        change = {"shards": [dataclasses.replace(shard, **change) for shard in manifest.shards]}
+    if host_change is not None:
+        host_change(host)
+    with pytest.raises(UserError, match=fault):
+        next(iter(PeerSampler(ShardedSamples(args, dataclasses.replace(manifest, **change)), "peer", 0)))
+    assert files(args) == []
 
 
 def test_bounds_of_the_cache(args):
@@ -566,31 +519,20 @@ def test_bounds_of_the_cache(args):
 # --- what each peer takes --------------------------------------------------------------------------------------------
 
 
-def test_others_need_no_shard(args, host, tmp_path):
-    """A monitor unpacks the tokenizer, and an evaluator the validation text."""
-    options = {"dataset_url": args.dataset_url, "dataset_sha256": args.dataset_sha256}
-    fetch_data(ModelArguments(**options, tokenizer_path=str(tmp_path / "monitor")))
-    assert (tmp_path / "monitor/tokenizer_config.json").is_file() and not Path(args.dataset_path).exists()
+def test_an_evaluator_needs_no_shard(args, host):
     fetch_data(args)
-    manifest = Manifest.load(args.dataset_path)
-    samples = load_datasets(args.dataset_path, ["validation"])["validation"]
-    assert len(samples) == manifest.splits["validation"]["instances"] > 0
+    count = Manifest.load(args.dataset_path).splits["validation"]["instances"]
+    assert len(load_datasets(args.dataset_path, ["validation"])["validation"]) == count > 0
     assert not Path(args.dataset_path, "train").exists()
     fetch_data(args)
-    assert host.names == ["data.tar.gz"] * 2
+    assert host.requests == ["/data.tar.gz"]
 
 
 @pytest.mark.parametrize(
     ("url", "address"),
     [
-        (
-            "hf://datasets/me/texts/a/data.tar.gz",
-            "https://huggingface.co/datasets/me/texts/resolve/main/a/data.tar.gz",
-        ),
-        (
-            "hf://datasets/me/texts@v1/data.tar.gz",
-            "https://huggingface.co/datasets/me/texts/resolve/v1/data.tar.gz",
-        ),
+        ("hf://datasets/me/texts/a.tar.gz", "https://huggingface.co/datasets/me/texts/resolve/main/a.tar.gz"),
+        ("hf://datasets/me/texts@v1/a.tar.gz", "https://huggingface.co/datasets/me/texts/resolve/v1/a.tar.gz"),
         ("s3://my-bucket/a/data.tar.gz", "https://my-bucket.s3.amazonaws.com/a/data.tar.gz"),
         ("https://example.org/s3://a/data.tar.gz", "https://example.org/s3://a/data.tar.gz"),
     ],
@@ -604,7 +546,3 @@ def test_sizes(value):
     with pytest.raises(UserError, match="--data_cache must be a size such as 256MB"):
         DatasetArguments(data_cache=value)
     assert parse_size("", "1.5GB") == 1_500_000_000 and parse_size("", "256MB") == 256_000_000
-
-
-def test_a_shard_is_named_after_its_file():
-    assert Shard("my.data-2-00017.tar.gz", "0" * 64, 1, 1, 1).file == "train/data-00017.arrow"

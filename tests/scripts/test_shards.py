@@ -3,15 +3,14 @@
 import json
 import re
 import signal
-import threading
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from cotrain.data.archive import file_sha256
 from cotrain.data.manifest import Manifest
-from tests.data.test_shards import Host
+from tests.data.test_download import Host
 from tests.support.peers import ALTERED, LOCAL, Script, prepare_data, read_jsonl, reserve_maddr, wait_until
 
 CACHE = "1300kB"  # of 2.9 MB
@@ -22,19 +21,23 @@ def position(folder: Path) -> list[int]:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
 
 
+@pytest.fixture
+def host(tmp_path) -> Iterator[Host]:
+    (tmp_path / "public").mkdir()
+    with Host(tmp_path / "public") as host:
+        yield host
+
+
 @pytest.mark.early
 @pytest.mark.peers
-def test_run_on_shards(scripts, tmp_path):
-    (tmp_path / "public").mkdir()
+def test_run_on_shards(scripts, host, tmp_path):
     prepare_data(
         tmp_path / "own", "mlm_sop", 500, "--archive", tmp_path / "public/data.tar.gz", "--shard_size", "90kB",
         launcher=scripts.launcher,
     )  # fmt: skip
-    host = Host(tmp_path / "public")
-    threading.Thread(target=partial(host.serve_forever, poll_interval=0.02), daemon=True).start()
-    url, folder = f"http://127.0.0.1:{host.server_port}/data.tar.gz", scripts.folder
+    folder = scripts.folder
     (folder / "run.yaml").write_text(
-        f"run_id: shards\nmodel_name_or_path: {scripts.data / 'config.json'}\ndataset_url: {url}\n"
+        f"run_id: shards\nmodel_name_or_path: {scripts.data / 'config.json'}\ndataset_url: {host.url}\n"
         f"dataset_sha256: {file_sha256(tmp_path / 'public/data.tar.gz')}\n"
         "target_batch_size: 32\nlearning_rate: 0.01\nwarmup_steps: 0\nmatchmaking_time: 4\n",
         encoding="utf-8",
@@ -51,7 +54,7 @@ def test_run_on_shards(scripts, tmp_path):
                     reserve_maddr())  # fmt: skip
     joining = "--initial_peers", monitor.address
     trainer = "--host_maddrs", LOCAL, "--per_device_train_batch_size", 4
-    assert host.names == ["data.tar.gz"]
+    assert host.requests == ["/data.tar.gz"]
     alice = start("run_trainer.py", "alice", *joining, *trainer)
     alice.wait_for("Local step 1:")
     bob = start("run_trainer.py", "bob", *joining, *trainer, pace=1.0)
@@ -67,12 +70,12 @@ def test_run_on_shards(scripts, tmp_path):
 
     alice.kill()
     host.away = True  # it starts with what is here
-    before, asked = position(folder / "alice"), len(host.asked)
+    before, asked = position(folder / "alice"), len(host.requests)
     alice = start("run_trainer.py", "alice", *joining, *trainer)
     wait_until(lambda: position(folder / "alice") > before, 120, "a later position")
     assert position(folder / "alice")[0] == before[0] == 0
     alice.wait_for("Averaged gradients with 2 peers")
-    assert "data.tar.gz" not in host.names[asked:]
+    assert "/data.tar.gz" not in host.requests[asked:]
     host.away = False
     check = start("run_trainer.py", "carol", *joining, *trainer, "--check")
     assert check.wait(300) == 0, check.output
@@ -80,4 +83,3 @@ def test_run_on_shards(scripts, tmp_path):
     for script in (alice, bob, evaluator, monitor):
         assert script.stop(signal.SIGINT) == 0, script.output
         assert "Traceback" not in script.output
-    host.shutdown()
