@@ -218,9 +218,9 @@ def prepare(args: TokenizationArguments) -> Manifest:
         elif args.train_file is not None:
             source = open_files(args.train_file, work, column, args.encoding)
         else:
-            names = args.dataset_name, args.dataset_config_name, args.dataset_revision
-            is_streamed = args.shard_size is not None
-            source = open_dataset(*names, args.cache_dir, column, args.encoding, is_streamed)
+            options = {"revision": args.dataset_revision, "cache_dir": args.cache_dir}
+            options["streaming"] = args.shard_size is not None
+            source = open_dataset(args.dataset_name, args.dataset_config_name, column, args.encoding, **options)
         if args.row_is is not None:
             source = replace(source, has_lines=args.row_is == "line")
         if (text := work / "text").exists():

@@ -150,21 +150,18 @@ def find_encoding(path: Path) -> str:
 
 
 def open_dataset(
-    name: str,
-    config_name: str | None,
-    revision: str | None,
-    cache_dir: str | None,
-    column: str | None,
-    encoding: str | None,
-    is_streamed: bool = False,
+    name: str, config_name: str | None, column: str | None, encoding: str | None, **options: object
 ) -> Source:
-    """Open a dataset on the Hugging Face Hub, which is downloaded or streamed, or one in a folder."""
+    """Open a dataset on the Hugging Face Hub, or one in a folder.
+
+    :param options: of `datasets.load_dataset`
+    """
     full_name, folder = " ".join(filter(None, [name, config_name])), Path(name).resolve()
     try:
         if folder.is_dir():
+            cache_dir = options["cache_dir"]
             splits = datasets.load_dataset_builder(name, config_name, cache_dir=cache_dir).config.data_files
         else:
-            options = {"revision": revision, "cache_dir": cache_dir, "streaming": is_streamed}
             splits = datasets.load_dataset(name, config_name, **options)
     except Exception as error:
         remedy = "go online, check the name and the configuration, or pass --train_file or --sample"

@@ -62,7 +62,7 @@ def host(public, tmp_path, monkeypatch) -> Iterator[Host]:
     monkeypatch.setattr(shards, "FIRST_PAUSE", 0.05)
     monkeypatch.setattr(shards, "LONGEST_PAUSE", 0.05)
     monkeypatch.setattr(shards, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(sampler, "PATIENCE", 0.2)
+    monkeypatch.setattr(sampler, "PATIENCE", SECONDS)
     begun = []
     monkeypatch.setattr(ShardCache, "start", lambda self: (begun.append(self), PeriodicThread.start(self)))
     with Host(shutil.copytree(public, tmp_path / "public")) as server:
@@ -70,6 +70,11 @@ def host(public, tmp_path, monkeypatch) -> Iterator[Host]:
     for cache in begun:
         cache.stop()
         cache.join()
+
+
+@pytest.fixture
+def impatient(host, monkeypatch) -> None:
+    monkeypatch.setattr(sampler, "PATIENCE", 0.2)
 
 
 @pytest.fixture
@@ -160,7 +165,7 @@ def test_dataset_of_the_hub_is_streamed(tmp_path, monkeypatch):
         return load("parquet", data_files=files, streaming=named["streaming"], cache_dir=named["cache_dir"])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    source = open_dataset("me/texts", None, None, str(tmp_path / "cache"), "text", None, is_streamed=True)
+    source = open_dataset("me/texts", None, "text", None, cache_dir=str(tmp_path / "cache"), streaming=True)
     assert options["streaming"] and not source.has_lines
     assert not list((tmp_path / "cache").rglob("*.arrow"))
     read_corpus(source, tmp_path, part_chars=9000)
@@ -399,7 +404,7 @@ def outlast(order: PeerSampler, host: Host) -> Iterator[int]:
     return numbers
 
 
-def test_server_away_and_back(args, host, caplog):
+def test_server_away_and_back(args, host, impatient, caplog):
     samples = open_samples(args)
     order = PeerSampler(samples, "peer", 0, 2)
     numbers = outlast(order, host)
@@ -431,7 +436,7 @@ def test_smaller_cache_after_a_restart(args):
     wait_until(lambda: len(files(args)) == len(order.cache._wanted) < 7, SECONDS, "the others are removed")
 
 
-def test_restart_while_the_server_is_away(args, host, tmp_path):
+def test_restart_while_the_server_is_away(args, host, impatient, tmp_path):
     """A trainer with the smallest cache has used all its shards, and the next one of its order is not there."""
     samples, path = open_samples(args), tmp_path / "samples.json"
     largest = max(samples.shards, key=lambda shard: shard.unpacked)
@@ -482,11 +487,7 @@ def damage(host: Host, change: Callable[[bytes], bytes]) -> None:
 @pytest.mark.parametrize(
     ("change", "host_change", "fault"),
     [
-        (
-            {},
-            lambda host: setattr(host, "away", True),
-            r"data-\d+\.tar\.gz cannot be downloaded \(the server answers .* 503",
-        ),
+        ({}, lambda host: setattr(host, "away", True), r"data-\d+\.tar\.gz cannot be .* 503"),
         ({}, lambda host: damage(host, lambda content: content[:-1] + b"x"), "has SHA-256 .* instead of"),
         ({}, lambda host: damage(host, lambda content: content + bytes(100_000)), "refused"),
         ({"vocab_size": 100}, None, "its samples are damaged"),

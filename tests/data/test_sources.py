@@ -6,7 +6,6 @@ import gzip
 import io
 import json
 import lzma
-import math
 import os
 import tempfile
 import zipfile
@@ -20,13 +19,16 @@ from pyarrow import parquet
 
 from cotrain.common.errors import UserError
 from cotrain.data import sources
-from cotrain.data.corpus import Corpus, Source, open_corpus, read_corpus
+from cotrain.data.corpus import Source, open_corpus, read_corpus
 from cotrain.data.sources import open_dataset, open_files
 
 DOCUMENTS = ["A café, said “he”.\nIt costs 5 €.", "def f(x):\n    return x", "Three", "Four"]
 TEXT = "\n\n".join(DOCUMENTS)
 JSONL = "".join(json.dumps({"n": number, "text": text}) + "\n" for number, text in enumerate(DOCUMENTS))
 CSV = "n,text\n" + "".join(f'{number},"{text}"\n' for number, text in enumerate(DOCUMENTS))
+
+# As the Hub has it: with line breaks, and blank rows
+WIKITEXT = ["", " = T = \n", "", " a b . \n", "", " = = S = = \n", "", " c . \n", "", " = U = \n", "", " d . \n"]
 
 
 def to_zip(content: bytes, *names: str) -> bytes:
@@ -41,22 +43,23 @@ def to_parquet(columns: dict) -> bytes:
     return buffer.getvalue()
 
 
-def read_parts(source: Source, work: Path, part_chars: float = math.inf) -> dict[str, Corpus]:
+def read_source(source: Source, work: Path) -> list[str]:
+    """Return the documents of a source, sorted."""
     text = Path(tempfile.mkdtemp(dir=work))
-    read_corpus(source, text, part_chars)
-    return open_corpus(source, text, 0.1, seed=0)
+    read_corpus(source, text)
+    corpus = open_corpus(source, text, 0.1, seed=0)
+    return sorted(text for parts in corpus.values() for documents in parts for text in documents.read())
 
 
 def read(folder: Path, name: str, column: str = "text", encoding: str | None = None) -> list[str]:
-    """Return the documents of a file, a wildcard or a folder."""
+    """Return the documents of a file, a wildcard or a folder, sorted."""
     work = folder.parent / f"{folder.name}.work"
     work.mkdir(exist_ok=True)
     if (folder / name).is_dir():
-        source = open_dataset(str(folder / name), None, None, str(work), column, encoding)
+        source = open_dataset(str(folder / name), None, column, encoding, cache_dir=str(work))
     else:
         source = open_files(str(folder / name), work, column, encoding)
-    corpus = read_parts(source, work)
-    return [text for parts in corpus.values() for documents in parts for text in documents.read()]
+    return read_source(source, work)
 
 
 def write(folder: Path, files: dict[str, bytes]) -> None:
@@ -90,7 +93,7 @@ def write(folder: Path, files: dict[str, bytes]) -> None:
 )
 def test_each_kind_of_file(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
-    assert sorted(read(tmp_path, name)) == sorted(DOCUMENTS)
+    assert read(tmp_path, name) == sorted(DOCUMENTS)
 
 
 @pytest.mark.parametrize(
@@ -111,15 +114,15 @@ def test_the_encoding_is_found_and_printed(tmp_path, capsys, text, encoding, fou
     content = text if name != "t.csv" else "text\n" + "".join(f'"{part}"\n' for part in text.split("\n\n"))
     content = content.encode(encoding)
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-    assert sorted(read(tmp_path, name)) == sorted(text.split("\n\n"))
+    assert read(tmp_path, name) == sorted(text.split("\n\n"))
     assert f"{name} is read as {found}, as in '" in capsys.readouterr().out
-    assert sorted(read(tmp_path, name, encoding=encoding)) == sorted(text.split("\n\n"))
+    assert read(tmp_path, name, encoding=encoding) == sorted(text.split("\n\n"))
 
 
 def test_a_character_at_the_end_of_the_sample_is_whole(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sources, "READ_CHARS", 10)
     (tmp_path / "t.txt").write_bytes("123456789é\n\nTwo".encode())
-    assert sorted(read(tmp_path, "t.txt")) == ["123456789é", "Two"]
+    assert read(tmp_path, "t.txt") == ["123456789é", "Two"]
     assert "is read as" not in capsys.readouterr().out
 
 
@@ -147,20 +150,17 @@ def test_a_character_at_the_end_of_the_sample_is_whole(tmp_path, monkeypatch, ca
         ),
         ({"train.txt": b"One.", "validation.txt": "zwölf".encode("cp1252")}, "", ["One.", "zwölf"], "as cp1252"),
         ({"t.parquet": to_parquet({"body": ["One.", "Two."]})}, "t.parquet:body", ["One.", "Two."], ""),
+        (
+            {"t.parquet": to_parquet({"text": WIKITEXT})},
+            "t.parquet", ["= T =\na b .\n= = S = =\nc .", "= U =\nd ."], "from each title to the next",
+        ),
     ],
 )  # fmt: skip
 def test_documents_and_what_is_left_out(tmp_path, capsys, files, name, documents, printed):
     write(tmp_path, files)
     name, _, column = name.partition(":")
-    assert sorted(read(tmp_path, name, column or "text")) == sorted(documents)
+    assert read(tmp_path, name, column or "text") == sorted(documents)
     assert printed in capsys.readouterr().out
-
-
-def test_rows_of_wikitext_are_lines(tmp_path):
-    """As the Hub has them: with line breaks, and blank rows."""
-    rows = ["", " = T = \n", "", " a b . \n", "", " = = S = = \n", "", " c . \n", "", " = U = \n", "", " d . \n"]
-    write(tmp_path, {"t.parquet": to_parquet({"text": rows})})
-    assert sorted(read(tmp_path, "t.parquet")) == ["= T =\na b .\n= = S = =\nc .", "= U =\nd ."]
 
 
 @pytest.mark.parametrize(("has_lines", "documents"), [(None, ["a\nb", "c"]), (False, ["a", "b", "c"])])
@@ -169,8 +169,7 @@ def test_what_a_row_is_can_be_said(tmp_path, has_lines, documents):
     write(tmp_path, {"t.txt": b"a\nb\n\nc"})
     source = open_files(str(tmp_path / "t.txt"), tmp_path, "text", None)
     source = source if has_lines is None else replace(source, has_lines=has_lines)
-    corpus = {split: next(iter(parts)) for split, parts in read_parts(source, tmp_path).items()}
-    assert sorted(text for part in corpus.values() for text in part.read()) == documents
+    assert read_source(source, tmp_path) == documents
 
 
 def test_a_pipe_is_read_once(tmp_path):
@@ -178,9 +177,8 @@ def test_a_pipe_is_read_once(tmp_path):
     os.write(writer, TEXT.encode())
     os.close(writer)
     source = open_files(f"/dev/fd/{reader}", tmp_path, "text", None)
-    corpus = {split: next(iter(parts)) for split, parts in read_parts(source, tmp_path).items()}
+    assert read_source(source, tmp_path) == sorted(DOCUMENTS)
     os.close(reader)
-    assert sorted(text for documents in corpus.values() for text in documents.read()) == sorted(DOCUMENTS)
 
 
 @pytest.mark.parametrize(
