@@ -16,12 +16,12 @@ import tokenize_wikitext103
 from cotrain.common.errors import UserError
 from cotrain.data.conversations import encode_conversation, read_conversations, set_end_of_turn
 from cotrain.data.encoding import TextEncoder
-from cotrain.data.loading import check_dataset, check_samples, load_datasets, open_samples
+from cotrain.data.loading import check_dataset, load_datasets
 from cotrain.data.manifest import Manifest
 from cotrain.data.packing import PackingConfig, build_samples, pack_conversations
 from cotrain.data.sources import open_files
 from cotrain.data.tokenizers import load_tokenizer
-from tests.data.test_tokenize_script import arguments, contents
+from tests.data.test_tokenize_script import arguments
 from tests.support.conversations import chat, make_chat_tokenizer
 
 
@@ -41,6 +41,9 @@ def learn(style: str, row: dict) -> tuple[str, list[str]]:
     return tokenizer.decode(ids), [tokenizer.decode([x for x, _ in part]) for is_learnt, part in parts if is_learnt]
 
 
+TOOL_ROLES = ("system", "user", "assistant", "tool", "assistant")
+
+
 # --- what is learnt --------------------------------------------------------------------------------------------------
 
 
@@ -52,48 +55,38 @@ def test_all_answers_are_learnt_with_the_end_of_their_turn(style):
     assert text.startswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nGrüß") and text.endswith("_end|>\n")
 
 
-@pytest.mark.parametrize("style", ["chatml", "marked"])
-def test_other_roles_are_read_only(style):
-    row = chat(
-        "Be kind.", "q", "let me look", "3", "three", roles=("system", "user", "assistant", "tool", "assistant")
-    )
-    assert learn(style, row)[1] == ["let me look<|im_end|>", "three<|im_end|>"]
-
-
-def test_earlier_answers_without_their_reasoning_are_learnt():
-    text, learnt = learn("reasoning", chat("1", "one", "2", "two"))
-    assert learnt == ["one<|im_end|>", "<think></think>two<|im_end|>"] and "assistant\none<|im_end|>" in text
-
-
-def test_template_without_a_header_of_the_answer():
-    assert learn("alternating", chat("Hi", "Ho", "a", "b"))[1] == [" Ho<|endoftext|>", " b<|endoftext|>"]
+IN_BOTH_STYLES = {  # name -> row, answers that are learnt
+    "other roles": (chat("Be kind.", "q", "let me look", "3", "three", roles=TOOL_ROLES), ["let me look", "three"]),
+    "prompt": ({"prompt": "Say red", "completion": "red"}, ["red"]),
+    # As TRL: of a prompt that is a conversation itself nothing is learnt.
+    "prompt of messages": (
+        {"prompt": chat("a", "b", "c")["messages"], "completion": chat("c", "d")["messages"][1:]},
+        ["d"],
+    ),
+    "system": (chat("hello", "Hi", "Ho", roles=("system", "user", "assistant")), ["Ho"]),
+}
 
 
 @pytest.mark.parametrize("style", ["chatml", "marked"])
+@pytest.mark.parametrize("name", IN_BOTH_STYLES)
+def test_answers_are_learnt_in_both_styles(style, name):
+    row, answers = IN_BOTH_STYLES[name]
+    assert learn(style, row)[1] == [f"{text}<|im_end|>" for text in answers]
+
+
 @pytest.mark.parametrize(
-    ("row", "learnt"),
+    ("style", "row", "learnt"),
     [
-        ({"prompt": "Say red", "completion": "red"}, ["red"]),
-        ({"prompt": chat("a", "b", "c")["messages"], "completion": [{"role": "assistant", "content": "d"}]}, ["d"]),
-        (chat("hello", "Hi", "Ho", roles=("system", "user", "assistant")), ["Ho"]),
+        ("chatml", chat("hello", "Hi", "Ho", roles=("assistant", "user", "assistant")), ["Ho<|im_end|>"]),
+        ("chatml", chat("Hi", ""), ["<|im_end|>"]),
+        # The prompt ends in a newline, the answer begins with two: the first two are a token, which is not learnt.
+        ("chatml", chat("Hi", "\n\nHo"), ["\nHo<|im_end|>"]),
+        ("alternating", chat("Hi", "Ho", "a", "b"), [" Ho<|endoftext|>", " b<|endoftext|>"]),
+        ("reasoning", chat("1", "one", "2", "two"), ["one<|im_end|>", "<think></think>two<|im_end|>"]),
     ],
 )
-def test_prompt_and_completion(style, row, learnt):
-    """As TRL: of a prompt that is a conversation itself nothing is learnt."""
-    assert learn(style, row)[1] == [f"{text}<|im_end|>" for text in learnt]
-
-
-def test_an_empty_answer_ends_at_once():
-    assert learn("chatml", chat("Hi", ""))[1] == ["<|im_end|>"]
-
-
-def test_a_token_of_both_prompt_and_answer_is_not_learnt():
-    """The prompt ends in a newline, the answer begins with two: the first two are a token."""
-    assert learn("chatml", chat("Hi", "\n\nHo"))[1] == ["\nHo<|im_end|>"]
-
-
-def test_a_greeting_is_no_answer():
-    assert learn("chatml", chat("hello", "Hi", "Ho", roles=("assistant", "user", "assistant")))[1] == ["Ho<|im_end|>"]
+def test_what_is_learnt_in_one_style(style, row, learnt):
+    assert learn(style, row)[1] == learnt
 
 
 def test_special_tokens_in_a_message_are_text():
@@ -275,27 +268,18 @@ def conversations(tmp_path) -> dict:
 
 def test_the_script_prepares_conversations(tmp_path, conversations, monkeypatch, capsys):
     monkeypatch.setattr("cotrain.data.preparation.GROUP_CHARS", 5_000)
-    for num_proc in (1, 2):
-        tokenize_wikitext103.prepare(arguments(tmp_path / str(num_proc), **conversations, num_proc=num_proc))
-    assert contents(tmp_path / "1") == contents(tmp_path / "2")
+    tokenize_wikitext103.prepare(arguments(tmp_path, **conversations))
     assert "200 documents of train text, one in each row" in capsys.readouterr().out
-    manifest = Manifest.load(tmp_path / "1" / "dataset")
+    manifest = Manifest.load(tmp_path / "dataset")
     assert manifest.objective == "chat" and sum(split["documents"] for split in manifest.splits.values()) == 200
-    check_dataset(tmp_path / "1" / "dataset")
-    tokenizer = load_tokenizer(str(tmp_path / "1" / "tokenizer"))
+    check_dataset(tmp_path / "dataset")
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer"))
     assert tokenizer.eos_token == "<|im_end|>" and tokenizer.init_kwargs["objective"] == "chat"
-    samples = load_datasets(tmp_path / "1" / "dataset")["train"]
+    samples = load_datasets(tmp_path / "dataset")["train"]
     assert sum(map(sum, samples["start_mask"])) == 190
     assert tokenizer.decode(samples[0]["input_ids"]).count("<|im_start|>assistant\n") == 2 * sum(
         samples[0]["start_mask"]
     )
-
-
-def test_conversations_in_shards(tmp_path, conversations):
-    flags = {**conversations, "archive": str(tmp_path / "data.tar.gz"), "shard_size": "10kB"}
-    manifest = tokenize_wikitext103.prepare(arguments(tmp_path, **flags))
-    assert len(manifest.shards) > 1 and sum(shard.samples for shard in manifest.shards) > 0
-    assert manifest.splits["train"]["documents"] + manifest.splits["validation"]["documents"] == 200
 
 
 def test_tokenizer_in_its_place_is_replaced_only_on_demand(tmp_path, conversations):
@@ -312,7 +296,7 @@ def test_a_dataset_in_a_folder(tmp_path, conversations):
         Dataset.from_list([chat(f"{n}?", f"{n}") for n in range(9)]).to_parquet(tmp_path / "set" / f"{split}.parquet")
     flags = {**conversations, "train_file": None, "dataset_name": str(tmp_path / "set"), "sample": False}
     manifest = tokenize_wikitext103.prepare(arguments(tmp_path, **flags))
-    assert [split["documents"] for split in manifest.splits.values()] == [9, 9]
+    assert [split["documents"] for split in manifest.splits.values()] == [9, 9] and manifest.source == "set"
 
 
 def test_no_answer_at_all_is_explained(tmp_path, conversations):
@@ -330,13 +314,3 @@ def test_conversations_and_the_tokenizer_of_a_model_are_needed(conversations, fl
         del flags["tokenizer"]
     with pytest.raises(UserError, match="--objective chat needs"):
         tokenize_wikitext103.TokenizationArguments(**flags)
-
-
-def test_masks_of_strangers_are_bounded(tmp_path, conversations):
-    tokenize_wikitext103.prepare(arguments(tmp_path, **conversations))
-    (file,) = (tmp_path / "dataset" / "train").glob("*.arrow")
-    count = Manifest.load(tmp_path / "dataset").splits["train"]["instances"]
-    table = open_samples([file], "chat", count)
-    check_samples(table, 256, 300)
-    with pytest.raises(ValueError, match="input_ids must be from 0 to 4"):
-        check_samples(table, 256, 5)

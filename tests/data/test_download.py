@@ -173,23 +173,8 @@ SAMPLES, SAMPLE = arrow([[1, 2], [3, 4]]), arrow([[5, 6]])
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> dict[str, Path]:
-    """Write folders that look like prepared data."""
-    folder = tmp_path_factory.mktemp("prepared")
-    generator = random.Random(0)
-    train = arrow([[generator.randrange(2**31 - 1) for _ in range(750)] for _ in range(100)])  # 300 KB, compressed too
-    splits = {"train": {"instances": 100}, "validation": {"instances": 1}}
-    files = {
-        DATASET: {"manifest.json": manifest(splits=splits), "dataset_dict.json": b"{}", "train/state.json": b"{}",
-                  "train/data-00000-of-00001.arrow": train, "validation/data-00000-of-00001.arrow": SAMPLE},
-        TOKENIZER: {"tokenizer_config.json": b"{}", "tokenizer.json": b"{}", "spiece.model": b"s"},
-    }  # fmt: skip
-    for name, contents in files.items():
-        for file, content in contents.items():
-            path = folder / name / file
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-    return {name: folder / name for name in files}
+def folders(data) -> dict[str, Path]:
+    return {DATASET: data / "dataset", TOKENIZER: data / "tokenizer"}
 
 
 @pytest.fixture(scope="module")
@@ -433,10 +418,10 @@ def test_an_address_of_the_run_gets_no_password_and_no_proxy(args, host, folders
 
 @pytest.mark.parametrize("method", [Answer.serve, Answer.serve_chunked])
 def test_an_archive_that_the_run_has_chosen_has_a_limit(args, host, folders, monkeypatch, method):
-    monkeypatch.setattr(fetch, "MAX_BYTES", 250_000)
+    monkeypatch.setattr(fetch, "MAX_BYTES", 240_000)
     host.script, address = [method], args.dataset_url
     chosen_by_the_run(args, "127.0.0.1")
-    message = "has more than 0.00025 GB: refused; if you want it, pass the address yourself"
+    message = "has more than 0.00024 GB: refused; if you want it, pass the address yourself"
     assert message in fail(args, leftovers=set())
     args.adopted, args.dataset_url = frozenset(), address
     host.script = [method]
@@ -547,7 +532,7 @@ ARROW = f"{DATASET}/train/data.arrow"
 NEITHER = "neither a file nor a folder"
 FOREIGN = "not part of the prepared data"
 DAMAGED = "damaged or not a .tar.gz file"
-LIMITS = {"MIN_LIMIT": 10**6, "MAX_MEMBERS": 50, "MAX_UNPACKED": 1e6, "MAX_TOKENIZER_FILE": 2000}
+LIMITS = {"MIN_LIMIT": 4 * 10**6, "MAX_MEMBERS": 50, "MAX_UNPACKED": 4e6, "MAX_TOKENIZER_FILE": 10**6}
 
 
 def besides(*bad: tuple[tarfile.TarInfo, bytes]) -> Callable[[bytes], bytes]:
@@ -603,12 +588,12 @@ PAIRS = [[1, 2], [3, 4]]
         (bad(pax_headers={"size": str(10**15)}), "unpacks to more than"),
         (bad(pax_headers={"size": "-1024"}), "an entry in it has an invalid size"),
         # Refused at the header with too large a size, in any order of the entries.
-        (bad(content=bytes(3 * 10**6)), "unpacks to more than 1 MB"),
-        (besides(*[entry(ARROW, bytes(3 * 10**5))] * 4), "unpacks to more than 1 MB"),
+        (bad(content=bytes(6 * 10**6)), "unpacks to more than 4 MB"),
+        (besides(*[entry(ARROW, bytes(12 * 10**5))] * 4), "unpacks to more than 4 MB"),
         # 16:1, as an archive of 20 GB that unpacked to 400
-        (bad(content=random.Random(0).randbytes(100_000) + bytes(1_500_000)), "unpacks to more than 1 MB"),
+        (bad(content=random.Random(0).randbytes(300_000) + bytes(4_500_000)), "unpacks to more than 4 MB"),
         (besides(*(entry(f"{DATASET}/train/{number}.json") for number in range(51))), "50 files"),
-        (besides(entry(f"{TOKENIZER}/tokenizer.json", bytes(2001))), "tokenizer.json' in it has more than 0 MB"),
+        (besides(entry(f"{TOKENIZER}/tokenizer.json", bytes(10**6 + 1))), "tokenizer.json' in it has more than 1 MB"),
         (without("manifest.json"), "it lacks data/tokenized/manifest.json"),
         (without("tokenizer_config.json"), "it lacks data/tokenizer/tokenizer_config.json"),
         (lambda _: b"<html>Sign in to download</html>", DAMAGED),

@@ -100,12 +100,14 @@ def test_a_row_of_a_dataset_is_a_document(rows):
 
 
 @pytest.mark.parametrize("space", [" ", ""])
-def test_an_endless_line_is_cut_into_pieces(monkeypatch, space):
+def test_endless_lines_and_documents_are_cut(monkeypatch, space):
     monkeypatch.setattr(corpus, "MAX_LINE_CHARS", 50)
-    line = space.join(f"word{number}" for number in range(100))
-    pieces = "\n".join(split_documents([line])).split("\n")
-    assert all(0 < len(piece) <= 50 for piece in pieces)
-    assert space.join(pieces) == line
+    monkeypatch.setattr(corpus, "MAX_DOCUMENT_CHARS", 1000)
+    line = space.join(f"word{number}" for number in range(1000))
+    documents = list(split_documents([line]))
+    assert len(documents) > 5 and all(800 < len(document) <= 1050 for document in documents[:-1])
+    pieces = "\n".join(documents).split("\n")
+    assert all(0 < len(piece) <= 50 for piece in pieces) and space.join(pieces) == line
 
 
 def test_hold_out_takes_a_fraction_and_leaves_the_rest():

@@ -2,7 +2,6 @@
 
 import io
 import json
-import shutil
 
 import pytest
 import sentencepiece
@@ -50,7 +49,7 @@ def write_pieces(folder, name: str, symbols: list[str]) -> None:
 
 BERT = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 ROBERTA = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
-WORD_PIECE = trainers.WordPieceTrainer(vocab_size=100, special_tokens=BERT, show_progress=False)
+PIECES = trainers.WordPieceTrainer(vocab_size=100, special_tokens=BERT, show_progress=False)
 WORD_LEVEL = trainers.WordLevelTrainer(vocab_size=100, special_tokens=["<unk>", "<|endoftext|>"], show_progress=False)
 UNIGRAM = trainers.UnigramTrainer(vocab_size=60, special_tokens=ROBERTA, unk_token="<unk>", show_progress=False)
 
@@ -59,11 +58,7 @@ ALONE = {
     "vocab.txt": (lambda folder: write_words(folder, ["the", "value", "list"]), "BertTokenizer", "mlm"),
     "pair of GPT-2": (lambda folder: write_pair(folder, ["<|endoftext|>"]), "GPT2Tokenizer", "clm"),
     "pair of RoBERTa": (lambda folder: write_pair(folder, ROBERTA), "RobertaTokenizer", "mlm"),
-    "WordPiece": (
-        lambda x: write_json(x, models.WordPiece(unk_token="[UNK]"), WORD_PIECE),
-        "TokenizersBackend",
-        "mlm",
-    ),
+    "WordPiece": (lambda x: write_json(x, models.WordPiece(unk_token="[UNK]"), PIECES), "TokenizersBackend", "mlm"),
     "words": (lambda x: write_json(x, models.WordLevel(unk_token="<unk>"), WORD_LEVEL), "TokenizersBackend", "clm"),
     "Unigram": (lambda folder: write_json(folder, models.Unigram(), UNIGRAM), "TokenizersBackend", "mlm"),
     "ALBERT": (lambda x: write_pieces(x, "spiece.model", ["[CLS]", "[SEP]", "[MASK]"]), "AlbertTokenizer", "mlm_sop"),
@@ -89,20 +84,20 @@ def test_files_alone_whose_class_is_clear(name, tmp_path):
 
 @pytest.mark.parametrize("has_model", [False, True])
 @pytest.mark.parametrize(
-    ("words", "text"),
-    [(["The", "Value", "List", "the"], "The List"), (["সদস্যের", "##ের", "ভাষা"], "সদস্যের"), (["é", "été"], "été")],
+    ("words", "text", "tokens"),
+    [
+        (["The", "Value", "List", "the"], "The List", ["The", "List"]),
+        (["সদস্যের", "##ের", "ভাষা"], "সদস্যের", ["সদস্যের"]),
+        (["é", "été"], "été", ["été"]),
+        (["the", "list"], "The LIST", ["the", "list"]),
+    ],
 )
-def test_vocabulary_with_upper_case_or_accents_keeps_them(words, text, has_model, tmp_path):
+def test_upper_case_and_accents_are_those_of_the_vocabulary(words, text, tokens, has_model, tmp_path):
     write_words(tmp_path, words)
     if has_model:
         (tmp_path / "config.json").write_text('{"model_type": "bert"}', encoding="utf-8")
     tokenizer = load_tokenizer(str(tmp_path))
-    assert tokenizer.tokenize(text) == text.split()
-
-
-def test_vocabulary_without_upper_case_is_lower_cased(tmp_path):
-    write_words(tmp_path, ["the", "list"])
-    assert load_tokenizer(str(tmp_path)).tokenize("The LIST") == ["the", "list"]
+    assert tokenizer.tokenize(text) == tokens
 
 
 @pytest.mark.parametrize("name", ["spiece.model", "tokenizer.model", "sentencepiece.bpe.model"])
@@ -138,7 +133,6 @@ def test_empty_folder_is_one_line_with_the_reason(tmp_path):
 
 
 def test_missing_special_token_says_where_to_state_it(tmp_path):
-    write_json(tmp_path, models.WordPiece(unk_token="[UNK]"), WORD_PIECE)
+    write_json(tmp_path, models.WordPiece(unk_token="[UNK]"), PIECES)
     with pytest.raises(UserError, match=r'tokens eos, .*tokenizer_config.json, such as {"eos_token": "</s>"}'):
         check_special_tokens(load_tokenizer(str(tmp_path)), "clm")
-    shutil.rmtree(tmp_path)

@@ -19,9 +19,9 @@ from cotrain.data.tokenizers import load_tokenizer
 from cotrain.models.config import find_model_classes
 from cotrain.models.model import load_config, max_tokens, set_special_tokens
 from cotrain.models.vocabulary import vocabulary_size
+from tests.data.test_tokenize_script import arguments
 from tests.support.models import build_model
 from tests.support.peers import ROOT
-from tokenize_wikitext103 import TokenizationArguments
 
 WORDS = ["the", "of", "value", "list", "a", "is", "##s", "##e", "##t", "##n", "##a", "##o", "##i", "##r", "text"]
 LETTERS = [chr(code) for code in range(ord("a"), ord("z") + 1)]
@@ -56,31 +56,24 @@ def gaps(folder):
 
 @pytest.mark.parametrize(("make", "objective", "size"), [(repeated_lines, "mlm", 98), (gaps, "clm", 512)])
 def test_vocabulary_with_repeated_lines_or_gaps(make, objective, size, tmp_path):
-    folder = make(tmp_path / "published")
-    paths = {"output_path": str(tmp_path / "data"), "tokenizer_path": str(tmp_path / "tokenizer")}
-    paths |= {"cache_dir": str(tmp_path / "cache")}
-    flags = {"sample": True, "objective": objective, "tokenizer": str(folder), "max_seq_length": 64, "num_proc": 1}
-    manifest = tokenize_wikitext103.prepare(TokenizationArguments(**paths, **flags, allow_lost_text=True))
-    tokenizer = load_tokenizer(paths["tokenizer_path"])
+    flags = {"objective": objective, "tokenizer": str(make(tmp_path / "published")), "allow_lost_text": True}
+    manifest = tokenize_wikitext103.prepare(arguments(tmp_path, **flags))
+    tokenizer, dataset = load_tokenizer(str(tmp_path / "tokenizer")), str(tmp_path / "dataset")
     assert len(tokenizer) < vocabulary_size(tokenizer) == manifest.vocab_size == size
-    check_dataset(paths["output_path"])
-    ids = {token for sample in load_datasets(paths["output_path"])["train"] for token in sample["input_ids"]}
-    assert len(tokenizer) <= max(ids) < size
+    check_dataset(dataset)
+    assert len(tokenizer) <= max(max(ids) for ids in load_datasets(dataset)["train"]["input_ids"]) < size
     model_type = "bert" if objective == "mlm" else "llama"
     config = load_config(ModelArguments(json.dumps({"model_type": model_type, **SIZES})), tokenizer)
-    load_manifest(paths["output_path"], tokenizer, objective, max_tokens(config))
+    load_manifest(dataset, tokenizer, objective, max_tokens(config))
     assert build_model(config, "run").get_input_embeddings().num_embeddings == size
 
 
 def test_data_with_ids_outside_of_the_vocabulary_is_not_published(tmp_path, monkeypatch):
     monkeypatch.setattr(preparation, "vocabulary_size", len)
-    flags = {"objective": "mlm", "tokenizer": str(repeated_lines(tmp_path / "published")), "max_seq_length": 64}
-    paths = {"output_path": str(tmp_path / "data"), "tokenizer_path": str(tmp_path / "tokenizer")}
-    paths |= {"cache_dir": str(tmp_path / "cache")}
-    args = TokenizationArguments(sample=True, num_proc=1, allow_lost_text=True, **paths, **flags)
+    flags = {"objective": "mlm", "tokenizer": str(repeated_lines(tmp_path / "published")), "train_tokenizer": False}
     with pytest.raises(UserError, match="does not keep to its vocabulary"):
-        tokenize_wikitext103.prepare(args)
-    assert not (tmp_path / "data").exists()
+        tokenize_wikitext103.prepare(arguments(tmp_path, **flags, allow_lost_text=True))
+    assert not (tmp_path / "dataset").exists()
 
 
 def test_preparation_imports_no_torch():
@@ -127,17 +120,10 @@ def test_special_tokens_are_those_of_the_tokenizer(model_type, tokenizer, messag
     [({"vocab_size": 5000}, "5000"), ({"vocab_size": 30}, "30"), ({}, "50368"), ({"vocab_size": 98}, None)],
 )
 def test_replaced_vocabulary_is_one_line(fields, replaced, tokenizer, messages, caplog):
-    transformers_logger = logging.getLogger("transformers")
-    transformers_logger.addHandler(caplog.handler)  # it does not propagate
-    try:
-        with caplog.at_level(logging.INFO, "cotrain"):
-            config = load_config(
-                ModelArguments(json.dumps({"model_type": "modernbert", **SIZES, **fields})), tokenizer
-            )
-            model = build_model(config, "run")
-            model(input_ids=torch.ones(1, 8, dtype=torch.long), labels=torch.ones(1, 8, dtype=torch.long))
-    finally:
-        transformers_logger.removeHandler(caplog.handler)
+    with caplog.at_level(logging.INFO, "cotrain"):
+        config = load_config(ModelArguments(json.dumps({"model_type": "modernbert", **SIZES, **fields})), tokenizer)
+        tokens = torch.ones(1, 8, dtype=torch.long)
+        build_model(config, "run")(input_ids=tokens, labels=tokens)
     line = f"The model has a vocabulary of 98 tokens, the tokenizer's, instead of {replaced}"
     assert messages() == [line] * (replaced is not None)
 
