@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from benchmarks.process_usage import measure_memory
 from cotrain.data.archive import file_sha256
-from cotrain.data.loading import load_datasets
+from cotrain.data.loading import load_split
 from cotrain.training.checkpoints import list_checkpoints
 from tests.support.launcher import Launcher
 from tests.support.peers import LOCAL, Script, Scripts, prepare_data, read_jsonl, wait_until
@@ -40,7 +40,7 @@ PACES = 0.7, 1.5, 1.2, 2.5  # seconds of a micro-batch, of the trainers in the o
 
 def read_samples(folder: Path, split: str) -> torch.Tensor:
     """Return the full samples of a split: LongTensor [samples, LENGTH]."""
-    samples = load_datasets(folder / "dataset", [split])[split]["input_ids"]
+    samples = load_split(folder / "dataset", split)["input_ids"]
     return torch.tensor([sample for sample in samples if len(sample) == LENGTH])
 
 

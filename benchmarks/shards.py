@@ -286,7 +286,7 @@ def compare_losses(args: argparse.Namespace) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     import tokenize_wikitext103
-    from cotrain.data.loading import load_datasets, open_samples
+    from cotrain.data.loading import load_split, open_samples
     from cotrain.data.sampler import PeerSampler
 
     torch.set_num_threads(1)
@@ -304,7 +304,7 @@ def compare_losses(args: argparse.Namespace) -> None:
         unpack_archive(folder / "public" / shard.name, {DATASET: folder / "unpacked"})
     files = [folder / "unpacked" / shard.file for shard in shards]
     samples = Dataset(open_samples(files, "clm", sum(shard.samples for shard in shards)))
-    held_out = load_datasets(folder / "output_path", ["validation"])["validation"]
+    held_out = load_split(folder / "output_path", "validation")
 
     def collate(rows: list[dict]) -> dict[str, torch.Tensor]:
         ids = [torch.tensor(row["input_ids"]) for row in rows]

@@ -16,11 +16,11 @@ from cotrain.models.objectives import SPLITS
 from cotrain.models.vocabulary import tokenizer_sha256, vocabulary_size
 
 
-def load_datasets(dataset_path: str | Path, splits: Iterable[str] = SPLITS) -> dict[str, Dataset]:
-    """Load splits; UserError if one is missing, damaged, or not as in the manifest."""
+def load_split(dataset_path: str | Path, split: str) -> Dataset:
+    """Load a split; UserError if it is missing, damaged, or not as in the manifest."""
     manifest = Manifest.load(dataset_path)
     try:
-        return {split: Dataset(_open_split(dataset_path, split, manifest), fingerprint=split) for split in splits}
+        return Dataset(_open_split(dataset_path, split, manifest), fingerprint=split)
     except Exception as error:  # an interrupted copy raises anything from OSError to ArrowInvalid
         raise UserError(f"--dataset_path: '{dataset_path}' is damaged ({first_line(error)}); {REMEDY}") from error
 

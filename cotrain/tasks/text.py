@@ -14,7 +14,7 @@ from transformers.utils import ModelOutput
 from cotrain.arguments import ModelArguments
 from cotrain.common.errors import UserError
 from cotrain.data.download import fetch_data
-from cotrain.data.loading import load_datasets, load_manifest
+from cotrain.data.loading import load_manifest, load_split
 from cotrain.data.shards import ShardedSamples
 from cotrain.data.tokenizers import load_tokenizer
 from cotrain.models.model import build_without_weights, get_objective, initialize_model, load_config, max_tokens
@@ -72,7 +72,7 @@ class TextTask(Task):
             )
         if split == "train" and manifest.shards:
             return ShardedSamples(self.args, manifest)
-        return load_datasets(self.args.dataset_path, [split])[split]
+        return load_split(self.args.dataset_path, split)
 
     def collate(self, samples: list[dict]) -> Batch:
         """Pad samples to a multiple of 8 tokens, and for masked LM select the tokens to predict.

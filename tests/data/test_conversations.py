@@ -16,7 +16,7 @@ import tokenize_wikitext103
 from cotrain.common.errors import UserError
 from cotrain.data.conversations import encode_conversation, read_conversations, set_end_of_turn
 from cotrain.data.encoding import TextEncoder
-from cotrain.data.loading import check_dataset, load_datasets
+from cotrain.data.loading import check_dataset, load_split
 from cotrain.data.manifest import Manifest
 from cotrain.data.packing import PackingConfig, build_samples, pack_conversations
 from cotrain.data.sources import open_files
@@ -275,7 +275,7 @@ def test_the_script_prepares_conversations(tmp_path, conversations, monkeypatch,
     check_dataset(tmp_path / "dataset")
     tokenizer = load_tokenizer(str(tmp_path / "tokenizer"))
     assert tokenizer.eos_token == "<|im_end|>" and tokenizer.init_kwargs["objective"] == "chat"
-    samples = load_datasets(tmp_path / "dataset")["train"]
+    samples = load_split(tmp_path / "dataset", "train")
     assert sum(map(sum, samples["start_mask"])) == 190
     assert tokenizer.decode(samples[0]["input_ids"]).count("<|im_start|>assistant\n") == 2 * sum(
         samples[0]["start_mask"]

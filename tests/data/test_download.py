@@ -34,9 +34,10 @@ from cotrain.data import archive
 from cotrain.data import download as fetch
 from cotrain.data.archive import DATASET, TOKENIZER, file_sha256, write_archive
 from cotrain.data.download import fetch_data
-from cotrain.data.loading import load_datasets
+from cotrain.data.loading import load_split
 from cotrain.data.manifest import Manifest
 from cotrain.data.packing import SCHEMAS
+from cotrain.models.objectives import SPLITS
 from tests.support.peers import wait_until
 
 SECRET = "hunter2"
@@ -659,10 +660,10 @@ def test_nothing_beside_the_samples_is_believed(args, host, tmp_path):
           {"state": state, "dataset_info": features}.items()),
     ), None  # fmt: skip
     fetch_data(args)
-    splits = load_datasets(args.dataset_path)
-    assert splits["validation"][0] == {"input_ids": [5, 6], "attention_mask": [1, 1]}
-    assert [sample["input_ids"] for sample in splits["train"]] == [[1, 2], [3, 4]]
-    assert splits["train"].features.arrow_schema.remove_metadata() == SCHEMAS["clm"]
+    train, validation = (load_split(args.dataset_path, split) for split in SPLITS)
+    assert validation[0] == {"input_ids": [5, 6], "attention_mask": [1, 1]}
+    assert [sample["input_ids"] for sample in train] == [[1, 2], [3, 4]]
+    assert train.features.arrow_schema.remove_metadata() == SCHEMAS["clm"]
 
 
 # --- the disk --------------------------------------------------------------------------------------------------------

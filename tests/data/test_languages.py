@@ -14,9 +14,9 @@ from transformers import AutoTokenizer, BertTokenizer
 
 import tokenize_wikitext103
 from cotrain.common.errors import UserError
-from cotrain.data.loading import load_datasets
+from cotrain.data.loading import load_split
 from cotrain.data.packing import split_sentences
-from cotrain.models.objectives import OBJECTIVES
+from cotrain.models.objectives import OBJECTIVES, SPLITS
 from tests.data.test_tokenize_script import arguments
 
 LANGUAGES = ["en", "de", "fr", "vi", "tr", "ru", "el", "ar", "fa", "he", "hi", "bn", "ta", "th", "ja", "ko", "zh"]
@@ -38,9 +38,9 @@ def decode(folder: Path) -> list[str]:
     """Return the text of all samples, those of a swapped pair in the order of the text."""
     tokenizer, texts = AutoTokenizer.from_pretrained(folder / "tokenizer"), []
     special = [tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.eos_token_id]
-    for split in load_datasets(folder / "dataset").values():
+    for split in SPLITS:
         ids = []
-        for sample in split:
+        for sample in load_split(folder / "dataset", split):
             tokens = np.array(sample["input_ids"])
             if sample.get("sentence_order_label"):
                 types = np.array(sample["token_type_ids"])

@@ -22,7 +22,7 @@ from cotrain.data import download, preparation, sampler, shards
 from cotrain.data.archive import DATASET, TOKENIZER, file_sha256, write_archive
 from cotrain.data.corpus import open_corpus, read_corpus
 from cotrain.data.download import fetch_data
-from cotrain.data.loading import load_datasets
+from cotrain.data.loading import load_split
 from cotrain.data.manifest import Manifest
 from cotrain.data.sampler import PeerSampler
 from cotrain.data.shards import ShardCache, ShardedSamples
@@ -116,7 +116,7 @@ def test_shards_have_the_samples_of_the_archive(tmp_path):
     with Host(tmp_path / "parts/public") as server:
         samples = open_samples(DatasetArguments(dataset_url=server.url, **paths))
         found = [str(samples[number]["input_ids"]) for number in PeerSampler(samples, "peer", 0)]
-    expected = [str(sample["input_ids"]) for sample in load_datasets(tmp_path / "whole/output_path")["train"]]
+    expected = [str(sample["input_ids"]) for sample in load_split(tmp_path / "whole/output_path", "train")]
     assert sorted(found) == sorted(expected) and found != expected
 
 
@@ -523,7 +523,7 @@ def test_bounds_of_the_cache(args):
 def test_an_evaluator_needs_no_shard(args, host):
     fetch_data(args)
     count = Manifest.load(args.dataset_path).splits["validation"]["instances"]
-    assert len(load_datasets(args.dataset_path, ["validation"])["validation"]) == count > 0
+    assert len(load_split(args.dataset_path, "validation")) == count > 0
     assert not Path(args.dataset_path, "train").exists()
     fetch_data(args)
     assert host.requests == ["/data.tar.gz"]

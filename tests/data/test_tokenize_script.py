@@ -24,12 +24,12 @@ from cotrain.common.errors import UserError
 from cotrain.data import preparation
 from cotrain.data.archive import DATASET, TOKENIZER, file_sha256, write_archive
 from cotrain.data.corpus import split_documents
-from cotrain.data.loading import load_datasets
+from cotrain.data.loading import load_split
 from cotrain.data.manifest import FORMAT_VERSION, Manifest
 from cotrain.data.packing import SCHEMAS
 from cotrain.data.sources import open_sample
 from cotrain.data.tokenizer_training import train_tokenizer
-from cotrain.models.objectives import OBJECTIVES
+from cotrain.models.objectives import OBJECTIVES, SPLITS
 from cotrain.models.vocabulary import tokenizer_sha256
 from cotrain.training.workload import load_workload
 from tests.support.fakes import make_arguments, make_text_task
@@ -102,8 +102,8 @@ def test_each_model_family(tmp_path, objective, tokenizer_class, special_ids):
 
     assert Manifest.load(tmp_path / "dataset") == manifest
     assert tokenizer_sha256(tokenizer) == manifest.tokenizer_sha256
-    splits = load_datasets(tmp_path / "dataset")
-    for split in ("train", "validation"):
+    splits = {split: load_split(tmp_path / "dataset", split) for split in SPLITS}
+    for split in SPLITS:
         assert splits[split].features.arrow_schema.remove_metadata() == SCHEMAS[objective]
         assert len(splits[split]) == manifest.splits[split]["instances"]
         assert max(map(len, splits[split]["input_ids"])) == 64
@@ -193,15 +193,15 @@ def test_training_data_follows_the_flags(prepared):
 def test_datasets_opens_the_folder_and_its_cache_files_do_no_harm(prepared, tmp_path):
     shutil.copytree(prepared / "dataset", tmp_path / "dataset")
     dataset = datasets.load_from_disk(str(tmp_path / "dataset"))
-    loaded = load_datasets(tmp_path / "dataset")
-    for split in ("train", "validation"):
+    loaded = {split: load_split(tmp_path / "dataset", split) for split in SPLITS}
+    for split in SPLITS:
         assert dataset[split].features.arrow_schema.remove_metadata() == SCHEMAS["mlm_sop"]
         assert dataset[split][:] == loaded[split][:]
     dataset["train"].shuffle(seed=1)
     (file,) = (tmp_path / "dataset" / "train").glob("data*.arrow")
     datasets.Dataset.from_file(str(file)).map(lambda sample: {"new": 1})
     assert len(list((tmp_path / "dataset").rglob("*.arrow"))) > 2
-    assert load_datasets(tmp_path / "dataset")["train"][:] == loaded["train"][:]
+    assert load_split(tmp_path / "dataset", "train")[:] == loaded["train"][:]
 
 
 def test_the_folder_is_named_after_what_it_has(tmp_path, monkeypatch):
@@ -247,12 +247,12 @@ def test_a_damaged_dataset_is_explained(prepared, tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content[: len(content) // 2] if name.endswith(".arrow") else content)
     with pytest.raises(UserError, match=r"cannot be read|is damaged"):
-        load_datasets(tmp_path / "cut")
+        load_split(tmp_path / "cut", "train")
 
 
 def test_collator_masks_text_only(prepared):
     tokenizer = AutoTokenizer.from_pretrained(prepared / "tokenizer")
-    train = load_datasets(prepared / "dataset")["train"]
+    train = load_split(prepared / "dataset", "train")
     samples = sorted(train, key=lambda sample: len(sample["input_ids"]))  # short ones first, for padding
     torch.manual_seed(0)
     batch = make_text_task(CONFIG_OF["mlm_sop"], tokenizer).collate(samples)

@@ -14,7 +14,7 @@ import tokenize_wikitext103
 from cotrain.arguments import ModelArguments
 from cotrain.common.errors import UserError
 from cotrain.data import preparation
-from cotrain.data.loading import check_dataset, load_datasets, load_manifest
+from cotrain.data.loading import check_dataset, load_manifest, load_split
 from cotrain.data.tokenizers import load_tokenizer
 from cotrain.models.config import find_model_classes
 from cotrain.models.model import load_config, max_tokens, set_special_tokens
@@ -61,7 +61,7 @@ def test_vocabulary_with_repeated_lines_or_gaps(make, objective, size, tmp_path)
     tokenizer, dataset = load_tokenizer(str(tmp_path / "tokenizer")), str(tmp_path / "dataset")
     assert len(tokenizer) < vocabulary_size(tokenizer) == manifest.vocab_size == size
     check_dataset(dataset)
-    assert len(tokenizer) <= max(max(ids) for ids in load_datasets(dataset)["train"]["input_ids"]) < size
+    assert len(tokenizer) <= max(max(ids) for ids in load_split(dataset, "train")["input_ids"]) < size
     model_type = "bert" if objective == "mlm" else "llama"
     config = load_config(ModelArguments(json.dumps({"model_type": model_type, **SIZES})), tokenizer)
     load_manifest(dataset, tokenizer, objective, max_tokens(config))
