@@ -137,6 +137,7 @@ def test_template_that_does_not_take_a_row_names_it(style, row, reason):
 
 ROWS = [chat("Hi", "Grüß Gott 🎉"), {"prompt": "a\nb", "completion": "c"}, chat("x" * 30_000, "y")]
 LINES = "\n".join(json.dumps(row) for row in ROWS)
+QUESTION = {"role": "user", "content": "q"}
 TOOLS = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}
 
 
@@ -172,20 +173,17 @@ def test_each_kind_of_file(tmp_path, name, content):
     assert list(messages) == [ROWS[0]["messages"], chat("a\nb", "c")["messages"], ROWS[2]["messages"]]
 
 
-def test_columns_of_a_table_are_prompt_and_completion(tmp_path):
-    (tmp_path / "t.csv").write_text("prompt,completion\nHi,Ho\n", encoding="utf-8")
-    assert read(tmp_path / "t.csv") == [("'t.csv', row 1", chat("Hi", "Ho")["messages"])]
-
-
-def test_blank_lines_are_skipped_and_counted_as_rows(tmp_path):
-    (tmp_path / "t.jsonl").write_text(f"\n\n{json.dumps(ROWS[0])}\n\n", encoding="utf-8")
-    assert [place for place, _ in read(tmp_path / "t.jsonl")] == ["'t.jsonl', row 3"]
-
-
-def test_a_call_of_a_tool_has_no_content(tmp_path):
-    row = {"messages": [{"role": "user", "content": "q"}, TOOLS]}
-    (tmp_path / "t.jsonl").write_text(json.dumps(row), encoding="utf-8")
-    assert read(tmp_path / "t.jsonl")[0][1][1] == TOOLS
+@pytest.mark.parametrize(
+    ("name", "content", "number", "messages"),
+    [
+        ("t.csv", "prompt,completion\nHi,Ho\n", 1, chat("Hi", "Ho")["messages"]),
+        ("t.jsonl", f"\n\n{json.dumps(ROWS[0])}\n\n", 3, ROWS[0]["messages"]),  # blank lines count
+        ("t.jsonl", json.dumps({"messages": [QUESTION, TOOLS]}), 1, [QUESTION, TOOLS]),
+    ],
+)
+def test_row_that_is_read(tmp_path, name, content, number, messages):
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    assert read(tmp_path / name) == [(f"'{name}', row {number}", messages)]
 
 
 @pytest.mark.parametrize(

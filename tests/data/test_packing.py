@@ -140,11 +140,6 @@ def test_sentences_of_plain_and_of_tokenized_text(text, sentences):
     assert split_sentences(text) == sentences
 
 
-def test_no_character_is_lost_between_sentences(documents):
-    for document in documents:
-        assert "".join("".join(split_sentences(document)).split()) == "".join(document.split())
-
-
 # --- mlm_sop ---------------------------------------------------------------------------------------------------------
 
 

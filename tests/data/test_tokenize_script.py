@@ -122,14 +122,6 @@ def test_the_number_of_processes_does_not_matter(tmp_path, monkeypatch):
     assert contents(tmp_path / "1") == contents(tmp_path / "2")  # byte for byte, including tokenizer and manifest
 
 
-def test_a_dataset_that_is_a_script_is_explained(tmp_path):
-    """The error is the library's own."""
-    (tmp_path / "bookcorpus").mkdir()
-    (tmp_path / "bookcorpus" / "bookcorpus.py").touch()
-    with pytest.raises(UserError, match=r"found bookcorpus\.py; pass --dataset_revision refs/convert/parquet"):
-        tokenize_wikitext103.prepare(arguments(tmp_path, dataset_name=str(tmp_path / "bookcorpus")))
-
-
 # --- tokenizers ------------------------------------------------------------------------------------------------------
 
 
@@ -242,11 +234,9 @@ def test_a_broken_manifest_is_explained(tmp_path, content, message):
 
 
 def test_a_damaged_dataset_is_explained(prepared, tmp_path):
-    for name, content in contents(prepared / "dataset").items():
-        path = tmp_path / "cut" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content[: len(content) // 2] if name.endswith(".arrow") else content)
-    with pytest.raises(UserError, match=r"cannot be read|is damaged"):
+    (file,) = Path(shutil.copytree(prepared / "dataset", tmp_path / "cut"), "train").glob("*.arrow")
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(UserError, match="is damaged"):
         load_split(tmp_path / "cut", "train")
 
 
@@ -301,14 +291,6 @@ def test_a_dataset_is_replaced_only_on_demand_and_only_when_complete(tmp_path, p
     tokenize_wikitext103.prepare(arguments(tmp_path, overwrite=True, seed=1, **flags))
     assert Manifest.load(tmp_path / "dataset").seed == 1
     assert sorted(os.listdir(tmp_path)) == ["cache", "dataset", "tokenizer"]
-
-
-def test_what_is_not_a_dataset_is_never_replaced(tmp_path):
-    (tmp_path / "dataset").mkdir()
-    (tmp_path / "dataset" / "thesis.txt").write_text("years of work", encoding="utf-8")
-    with pytest.raises(UserError, match=r"--output_path: .* contains other files"):
-        tokenize_wikitext103.prepare(arguments(tmp_path, overwrite=True))
-    assert contents(tmp_path) == {"dataset/thesis.txt": b"years of work"}
 
 
 def test_what_a_killed_run_leaves_is_removed_or_undone(tmp_path):
@@ -377,46 +359,38 @@ def test_the_whole_script(tmp_path, small_text):
         assert {"/".join(name.split("/")[:2]) for name in archive.getnames()} == {DATASET, TOKENIZER}
 
 
-@pytest.mark.parametrize(
-    ("output", "message"), [("dataset", "is a single document"), ("text.txt/dataset", "is not a folder")]
-)
-def test_what_fails_leaves_nothing(tmp_path, output, message):
-    (tmp_path / "text.txt").write_text("just one line", encoding="utf-8")
-    flags = {"train_file": str(tmp_path / "text.txt"), "output_path": str(tmp_path / output)}
-    with pytest.raises(UserError, match=message):
-        tokenize_wikitext103.prepare(arguments(tmp_path, **flags))
-    assert list(contents(tmp_path)) == ["text.txt"]
+HINT = "pass --train_file or --sample"
+HUB = {"sample": False, "train_tokenizer": False}
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({}, "'Salesforce/wikitext wikitext-103-v1' .*None.* pass --train_file or --sample"),
-        ({"dataset_name": "bookcorpus/bookcorpus"}, "refs/convert/parquet.* pass --train_file or --sample"),
-        ({"dataset_name": "no/such", "dataset_revision": "v1"}, "'no/such' .*v1.* pass --train_file or --sample"),
+        ({}, "is a single document"),
+        ({"output_path": "text.txt/dataset"}, "is not a folder"),
+        ({"output_path": "thesis", "overwrite": True}, "--output_path: .* contains other files"),
+        ({"dataset_name": "bookcorpus"}, r"found bookcorpus\.py; pass --dataset_revision refs/convert/parquet"),
+        (HUB, f"'Salesforce/wikitext wikitext-103-v1' .*reach None; .* {HINT}"),
+        ({**HUB, "dataset_name": "bookcorpus/bookcorpus"}, f"reach refs/convert/parquet; .* {HINT}"),
+        ({**HUB, "dataset_name": "no/such", "dataset_revision": "v1"}, f"'no/such' .*reach v1; .* {HINT}"),
+        ({"tokenizer": "no-such"}, "--tokenizer: 'no-such' is neither a folder here nor on the Hub .*go online"),
+        ({"tokenizer": "./missing"}, r"--tokenizer: there is no folder '\./missing'"),
+        ({"tokenizer": "thesis"}, "holds no tokenizer that can be read .*--train_tokenizer"),
     ],
 )
-def test_an_unreachable_hub_is_explained(tmp_path, monkeypatch, flags, message):
+def test_what_fails_is_explained_and_leaves_nothing(tmp_path, monkeypatch, flags, message):
     def load_dataset(*args, **kwargs):
         raise ConnectionError(f"Couldn't reach {kwargs['revision']}\nfor these reasons")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    args = TokenizationArguments(output_path=str(tmp_path / "o"), cache_dir=str(tmp_path / "c"), **flags)
-    with pytest.raises(UserError, match=message):
-        tokenize_wikitext103.prepare(args)
-    assert not (tmp_path / "o").exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("no-such", r"--tokenizer: 'no-such' is neither a folder here nor on the Hub .*go online"),
-        ("./missing", r"--tokenizer: there is no folder '\./missing'"),
-        ("{}", r"holds no tokenizer that can be read .*--train_tokenizer"),
-    ],
-)
-def test_missing_tokenizer_is_explained(tmp_path, monkeypatch, small_text, name, message):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    args = arguments(tmp_path, train_file=small_text, tokenizer=name.format(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    text = "One.\n\nTwo." if "tokenizer" in flags else "just one line"
+    files = {"text.txt": text.encode(), "thesis/thesis.txt": b"years of work", "bookcorpus/bookcorpus.py": b""}
+    for name, content in files.items():
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_bytes(content)
+    source = {} if "dataset_name" in flags or "sample" in flags else {"train_file": "text.txt"}
     with pytest.raises(UserError, match=message):
-        tokenize_wikitext103.prepare(args)
+        tokenize_wikitext103.prepare(arguments(tmp_path, **source, **flags))
+    assert contents(tmp_path) == files

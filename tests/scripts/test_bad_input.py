@@ -86,6 +86,7 @@ SHORT = {**TINY_ALBERT, "max_position_embeddings": 16}
         (lambda data, tmp: {"model_name_or_path": write(tmp / "broken.json", "{")}, "--model_name_or_path"),
         (lambda data, tmp: {"model_name_or_path": write(tmp / "t5.json", {"model_type": "t5"})}, "t5"),
         (lambda data, tmp: {"model_name_or_path": write(tmp / "c.json", SHORT)}, "32 16"),
+        (lambda data, _: {"task": "nowhere.py", "code": 2}, "--task nowhere.py"),
         (lambda data, _: {"seq_length": 64}, "--seq_length 64"),
         (lambda data, _: {"target_batch_size": 7}, "--target_batch_size 7 8"),
         (lambda data, tmp: {"identity_path": write(tmp / "bad.key", "garbage")}, "--identity_path bad.key"),

@@ -116,13 +116,6 @@ def test_script_ends_with_one_line_and_with_debug_the_traceback(write, script, d
     )
 
 
-def test_file_that_does_not_exist_is_a_usage_error(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["run_trainer.py", "--task", "nowhere.py"])
-    with pytest.raises(SystemExit) as exit_info:
-        run_script(run_trainer.main)
-    assert exit_info.value.code == 2 and "--task: there is no file 'nowhere.py'" in capsys.readouterr().err
-
-
 def test_texts_need_a_language_model(write):
     with pytest.raises(UserError, match="--sample_text completes texts by a language model: drop it"):
         open_completer(read_task(write(GOOD)), torch.nn.Linear(1, 1), ["a text"])
