@@ -250,6 +250,5 @@ def hold_out(num_documents: int, fraction: float, seed: int) -> tuple[np.ndarray
     :returns: their numbers, each in ascending order
     """
     num_held_out = min(max(1, round(fraction * num_documents)), num_documents - 1)
-    generator = np.random.default_rng([seed, num_documents])
-    held_out = np.sort(generator.choice(num_documents, size=num_held_out, replace=False))
-    return np.setdiff1d(np.arange(num_documents), held_out), held_out
+    order = np.random.default_rng([seed, num_documents]).permutation(num_documents)
+    return np.sort(order[num_held_out:]), np.sort(order[:num_held_out])
