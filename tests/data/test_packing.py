@@ -238,7 +238,10 @@ def test_samples_depend_on_the_document_and_the_seed_alone(documents, encoder):
         return build_samples(texts, encoder, PackingConfig(max_seq_length=64, seed=seed))
 
     together, stats = make(documents[:20])
-    assert together.to_pylist() == [sample for text in documents[:20] for sample in make([text])[0].to_pylist()]
+    alone = [make([text])[0].to_pylist() for text in documents[:20]]
+    assert together.to_pylist() == list(itertools.chain.from_iterable(alone))
+    similar, _ = make([f"One value {number}. Two." for number in range(20)])
+    assert set(similar["sentence_order_label"].to_pylist()) == {0, 1}
     assert together.schema == SCHEMAS["mlm_sop"] and not together.equals(make(documents[:20], seed=1)[0])
     assert stats.instances == len(together) and stats.documents == 20 and stats.dropped_tokens == 0
     assert stats.tokens == sum(map(len, together["input_ids"].to_pylist()))
