@@ -301,14 +301,3 @@ def test_no_answer_at_all_is_explained(tmp_path, conversations):
     Path(conversations["train_file"]).write_text("\n".join([json.dumps(chat("Hi"))] * 4), encoding="utf-8")
     with pytest.raises(UserError, match="the train text .* makes no sample; pass .* answers"):
         tokenize_wikitext103.prepare(arguments(tmp_path, **conversations))
-
-
-@pytest.mark.parametrize(
-    "flags", [{"sample": True, "train_file": None}, {"train_tokenizer": True}, {"tokenizer": None}]
-)
-def test_conversations_and_the_tokenizer_of_a_model_are_needed(conversations, flags):
-    flags = {"sample": False, **conversations, **flags}
-    if flags["tokenizer"] is None:
-        del flags["tokenizer"]
-    with pytest.raises(UserError, match="--objective chat needs"):
-        tokenize_wikitext103.TokenizationArguments(**flags)

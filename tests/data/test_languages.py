@@ -110,9 +110,3 @@ def test_sentences_end_where_paragraphs_end(declaration, language):
 
 def test_khmer_sentences():
     assert split_sentences("ខ្ញុំទៅផ្សារ។ អ្នកទៅណា? ល្អ។", "km") == ["ខ្ញុំទៅផ្សារ។", "អ្នកទៅណា?", "ល្អ។"]
-
-
-@pytest.mark.parametrize(("language", "near"), [("bengali", "bn"), ("xx", "en"), ("", "en"), ("German", "de")])
-def test_a_language_that_is_not_known_is_refused(tmp_path, language, near):
-    with pytest.raises(UserError, match=rf"--language '{language}' is not known: .*{near} \("):
-        arguments(tmp_path, language=language)

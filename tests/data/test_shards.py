@@ -23,7 +23,7 @@ from cotrain.data.archive import DATASET, TOKENIZER, file_sha256, write_archive
 from cotrain.data.corpus import open_corpus, read_corpus
 from cotrain.data.download import fetch_data
 from cotrain.data.loading import load_split
-from cotrain.data.manifest import Manifest
+from cotrain.data.manifest import FORMAT_VERSION, Manifest
 from cotrain.data.sampler import PeerSampler
 from cotrain.data.shards import ShardCache, ShardedSamples
 from cotrain.data.sources import open_dataset
@@ -175,22 +175,6 @@ def test_dataset_of_the_hub_is_streamed(tmp_path, monkeypatch):
     assert 0 < len(documents["validation"]) < 100, "a tenth of a part"
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"shard_size": "1MB"}, "--shard_size needs --archive"),
-        ({"shard_size": "1MB", "archive": "my data.tar.gz"}, "--shard_size needs --archive"),
-        ({"base": "configs"}, "--base also needs --archive"),
-        ({"base": "configs", "archive": "data.tar.gz"}, "--base: there is no model with config.json and"),
-        ({"shard_size": "1MB", "archive": "data"}, "pass a name that ends in .tar.gz"),
-        ({"shard_size": "1", "archive": "data.tar.gz"}, "--shard_size must be a size such as 256MB"),
-    ],
-)
-def test_flags_of_shards(flags, message):
-    with pytest.raises(UserError, match=message):
-        TokenizationArguments(sample=True, **flags)
-
-
 @pytest.mark.parametrize("kind", ["parts", "one file"])
 def test_base_that_lacks_weights_is_not_packed(tmp_path, kind):
     """Trainers would refuse it, after the upload of all the rest."""
@@ -223,18 +207,24 @@ def test_base_that_lacks_weights_is_not_packed(tmp_path, kind):
         ({"more": 1}, "more"),
         ({"name": "other-00001.tar.gz"}, "two with the same number"),
         ({"name": 1}, "expected string"),
+        (10_001, "too many shards"),
+        ("{", "cannot be read"),
+        ("[]", "cannot be read"),
+        (f'{{"format_version": {FORMAT_VERSION + 1}}}', f"it has format {FORMAT_VERSION + 1}, this version reads"),
+        (f'{{"format_version": {FORMAT_VERSION}}}', "source"),
     ],
 )
-def test_manifest_of_a_stranger(public, tmp_path, change, fault):
+def test_manifest_that_is_refused(public, tmp_path, change, fault):
     content = json.loads((public.parent / "output_path/manifest.json").read_text(encoding="utf-8"))
-    content["shards"][0].update(change)
-    (tmp_path / "manifest.json").write_text(json.dumps(content), encoding="utf-8")
-    with pytest.raises(UserError, match=fault):
+    if isinstance(change, dict):
+        content["shards"][0].update(change)
+    elif isinstance(change, int):
+        content["shards"] = [{**content["shards"][0], "name": f"data-{n:05d}.tar.gz"} for n in range(change)]
+    text = change if isinstance(change, str) else json.dumps(content)
+    (tmp_path / "manifest.json").write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=fault) as error:
         Manifest.load(tmp_path)
-    content["shards"] = [{**content["shards"][1], "name": f"data-{number:05d}.tar.gz"} for number in range(10_001)]
-    (tmp_path / "manifest.json").write_text(json.dumps(content), encoding="utf-8")
-    with pytest.raises(UserError, match="too many shards"):
-        Manifest.load(tmp_path)
+    assert "./tokenize_wikitext103.py" in str(error.value) and "\n" not in str(error.value)
 
 
 # --- the order -------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from cotrain.data import preparation
 from cotrain.data.archive import DATASET, TOKENIZER, file_sha256, write_archive
 from cotrain.data.corpus import split_documents
 from cotrain.data.loading import load_split
-from cotrain.data.manifest import FORMAT_VERSION, Manifest
+from cotrain.data.manifest import Manifest
 from cotrain.data.packing import SCHEMAS
 from cotrain.data.sources import open_sample
 from cotrain.data.tokenizer_training import train_tokenizer
@@ -122,6 +122,33 @@ def test_the_number_of_processes_does_not_matter(tmp_path, monkeypatch):
     assert contents(tmp_path / "1") == contents(tmp_path / "2")  # byte for byte, including tokenizer and manifest
 
 
+CHAT = {"objective": "chat", "sample": False, "train_file": __file__}
+NEEDS = "--objective chat needs"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"shard_size": "1MB"}, "--shard_size needs --archive"),
+        ({"shard_size": "1MB", "archive": "my data.tar.gz"}, "--shard_size needs --archive"),
+        ({"shard_size": "1MB", "archive": "data"}, "pass a name that ends in .tar.gz"),
+        ({"shard_size": "1", "archive": "data.tar.gz"}, "--shard_size must be a size such as 256MB"),
+        ({"base": "configs"}, "--base also needs --archive"),
+        ({"base": "configs", "archive": "data.tar.gz"}, "--base: there is no model with config.json and"),
+        (CHAT, NEEDS),
+        ({**CHAT, "tokenizer": "x", "train_tokenizer": True}, NEEDS),
+        ({"objective": "chat", "tokenizer": "x"}, NEEDS),
+        ({"language": "bengali"}, r"--language 'bengali' is not known: .*bn \("),
+        ({"language": "xx"}, r"--language 'xx' is not known: .*en \("),
+        ({"language": ""}, r"--language '' is not known: .*en \("),
+        ({"language": "German"}, r"--language 'German' is not known: .*de \("),
+    ],
+)
+def test_wrong_flags(flags, message):
+    with pytest.raises(UserError, match=message):
+        TokenizationArguments(**{"sample": True, **flags})
+
+
 # --- tokenizers ------------------------------------------------------------------------------------------------------
 
 
@@ -215,22 +242,6 @@ def test_the_folder_is_named_after_what_it_has(tmp_path, monkeypatch):
 def test_the_digest_of_a_tokenizer_has_its_ids():
     first, second = (Tokenizer(models.WordLevel({"a": number, "b": 1 - number})) for number in (0, 1))
     assert tokenizer_sha256(first) != tokenizer_sha256(second)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{", "cannot be read"),
-        ("[]", "cannot be read"),
-        (f'{{"format_version": {FORMAT_VERSION + 1}}}', f"it has format {FORMAT_VERSION + 1}, this version reads"),
-        (f'{{"format_version": {FORMAT_VERSION}}}', "source"),
-    ],
-)
-def test_a_broken_manifest_is_explained(tmp_path, content, message):
-    (tmp_path / "manifest.json").write_text(content, encoding="utf-8")
-    with pytest.raises(UserError, match=message) as error:
-        Manifest.load(tmp_path)
-    assert "./tokenize_wikitext103.py" in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_damaged_dataset_is_explained(prepared, tmp_path):
