@@ -43,12 +43,9 @@ class ArchiveError(UserError):
 
 def write_archive(path: Path, folders: dict[str, Path]) -> str:
     """Pack the data in folders (name in the archive -> folder on disk) into a .tar.gz, and return its SHA-256."""
-    files = sorted(
-        (f"{name}/{file.relative_to(folder).as_posix()}", file)
-        for name, folder in folders.items()
-        for file in folder.rglob("*")
-        if file.is_file() and _locate(f"{name}/{file.relative_to(folder).as_posix()}")
-    )
+    paths = ((name, folder, path) for name, folder in folders.items() for path in folder.rglob("*") if path.is_file())
+    named = ((f"{name}/{path.relative_to(folder).as_posix()}", path) for name, folder, path in paths)
+    files = sorted(item for item in named if _locate(item[0]))
     num_bytes = sum(file.stat().st_size for _, file in files)
     with (
         new_file(path) as temporary,

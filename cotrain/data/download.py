@@ -146,18 +146,19 @@ class _Transfer:
     """
 
     def __init__(self, args: ModelArguments, path: Path, shard: Shard | None = None, disable_tqdm: bool = False):
+        is_adopted = "dataset_url" in args.adopted
         self.path, self.disable_tqdm = path, disable_tqdm
         self.url, self.expected = args.dataset_url, args.dataset_sha256
-        self.limit = MAX_BYTES if "dataset_url" in args.adopted else math.inf
+        self.limit = MAX_BYTES if is_adopted else math.inf
         if shard is not None:
             self.url, self.expected = urljoin(self.url, shard.name), shard.sha256
             self.limit = min(self.limit, shard.bytes)
         self.address = public_address(self.url)
         self.session = requests.Session()
         self.session.max_redirects = 10
-        self.session.trust_env = "dataset_url" not in args.adopted  # a password in .netrc, or an unchecked proxy
+        self.session.trust_env = not is_adopted  # a password in .netrc, or a proxy, which checks nothing
         for scheme in ("http://", "https://"):
-            self.session.mount(scheme, GuardedAdapter(args.near if "dataset_url" in args.adopted else None))
+            self.session.mount(scheme, GuardedAdapter(args.near if is_adopted else None))
 
     def fetch(self, folders: dict[str, Path], check: Callable[[], None]) -> str:
         """Download the archive, verify, unpack and check it; return its SHA-256."""
