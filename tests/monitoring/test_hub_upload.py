@@ -110,14 +110,6 @@ def test_model_and_card_arrive_with_a_message_and_a_tag(hub, make_uploader, capl
     assert leftovers(uploader) == []
 
 
-def test_training_state_goes_up_where_asked_for(hub, make_uploader):
-    uploader = make_uploader(upload_training_state=True, private_repo=True)
-    save(uploader, 7)
-    upload_newest(uploader)
-    assert {"training_state.pt", "collaboration.json"} < set(hub.files)
-    assert hub.repos == {"me/model": True}
-
-
 @pytest.mark.parametrize(("base", "published"), [("/home/al/secret/base", "base"), ("me/model", "me/model")])
 def test_no_folder_of_this_machine_is_published(hub, make_uploader, base, published):
     uploader = make_uploader()
@@ -128,9 +120,10 @@ def test_no_folder_of_this_machine_is_published(hub, make_uploader, base, publis
 
 
 def test_next_checkpoint_waits_for_the_interval_unless_the_run_is_over(hub, make_uploader):
-    uploader = make_uploader(upload_interval=3600)
+    uploader = make_uploader(upload_interval=3600, upload_training_state=True, private_repo=True)
     save(uploader, 1)
     upload_newest(uploader)
+    assert {"training_state.pt", "collaboration.json"} < set(hub.files) and hub.repos == {"me/model": True}
     save(uploader, 2)
     uploader.update(None, run_is_over=False)
     assert not uploader.is_running
@@ -196,44 +189,34 @@ def check(license: str | None = None, language: str | None = None, private: bool
     check_repo(CardMetadata("me/model", "run", TASK, license, language), private)
 
 
-def test_check_creates_the_repository(hub):
-    check(private=True, license="apache-2.0", language="en")
-    assert hub.repos == {"me/model": True} and hub.commits == []
-    check()  # it is there already
-
-
-def test_stored_token_is_found(hub, tmp_path, monkeypatch):
+def test_check_creates_the_repository_with_a_stored_token(hub, tmp_path, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(UserError, match="--space_id: no token .*hf auth login"):
         require_token("--space_id")
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "token").write_text(TOKEN, encoding="utf-8")
-    check()
     require_token("--space_id")
-    assert hub.repos
+    check(private=True, license="apache-2.0", language="en")
+    check()  # it is there already
+    assert hub.repos == {"me/model": True} and hub.commits == []
 
 
 @pytest.mark.parametrize(
-    ("trouble", "words"),
+    ("token", "fault", "words"),
     [
-        ("no token", "--repo_id: no token .*hf auth login"),
-        ("wrong token", "does not accept the token"),
-        ("repository of another user", "may not write to 'me/model'"),
-        ("unknown license", "--license or --language.*must be one of"),
-        ("offline mode", "HF_HUB_OFFLINE"),
+        ("", None, "--repo_id: no token .*hf auth login"),
+        ("hf_Wrong", None, "does not accept the token"),
+        (TOKEN, "another's", "may not write to 'me/model'"),
+        (TOKEN, "license", "--license or --language.*must be one of"),
+        (TOKEN, "offline", "HF_HUB_OFFLINE"),
     ],
 )
-def test_trouble_that_does_not_pass_is_reported_at_the_start(hub, monkeypatch, trouble, words):
-    if trouble == "no token":
-        monkeypatch.delenv("HF_TOKEN")
-    elif trouble == "wrong token":
-        monkeypatch.setenv("HF_TOKEN", "hf_Wrong")
-    elif trouble == "offline mode":
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    elif trouble == "repository of another user":
-        hub.writable, hub.repos["me/model"] = False, False
+def test_trouble_that_does_not_pass_is_reported_at_the_start(hub, monkeypatch, token, fault, words):
+    monkeypatch.setenv("HF_TOKEN", token)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", fault == "offline")
+    hub.writable = fault != "another's"
     with pytest.raises(UserError, match=words) as caught:
-        check(license="my-own" if trouble == "unknown license" else None)
+        check(license="my-own" if fault == "license" else None)
     assert "\n" not in str(caught.value) and "hf_Wrong" not in str(caught.value)
 
 

@@ -2,15 +2,17 @@
 
 import json
 import logging
+import re
 import shutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import AutoConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import generate
 from cotrain.common.errors import UserError, run_script
@@ -58,12 +60,16 @@ MASKED = [family for family in TINY_CONFIGS if family != "gpt2"]
 @pytest.mark.parametrize("mask", ["[MASK]", "<mask>"])
 @pytest.mark.parametrize("family", MASKED)
 def test_fillings_are_the_most_likely_ones(family, mask, tokenizer):
-    completer = build_pipeline(make_model(family), tokenizer)
-    (fillings,) = fill_masks(completer, TEXT.replace("[MASK]", mask))
-    assert len(fillings) == 5 and fillings[0][0] == "'france'" and fillings[0][1] > 0.99
-    probabilities = [probability for _, probability in fillings]
+    """Also of later parameters: the monitor loads each state into the same model."""
+    model = make_model(family)
+    completer = build_pipeline(model, tokenizer)
+    for likely in ("france", "paris"):
+        model.load_state_dict(make_model(family, likely).state_dict())
+        (fillings,) = fill_masks(completer, TEXT.replace("[MASK]", mask))
+        probabilities = [probability for _, probability in fillings]
+        assert len(fillings) == 5 and fillings[0][0] == repr(likely) and probabilities[0] > 0.99
+        assert probabilities == sorted(probabilities, reverse=True) and 0 < sum(probabilities) <= 1.0001
     assert [len(fillings) for fillings in fill_masks(completer, "[MASK] capital <mask> france", number=2)] == [2, 2]
-    assert probabilities == sorted(probabilities, reverse=True) and 0 < sum(probabilities) <= 1.0001
 
 
 @pytest.mark.parametrize("family", ["albert", "gpt2"])
@@ -72,16 +78,6 @@ def test_one_line_for_the_log(family, tokenizer):
     completer = build_pipeline(make_model(family, likely="\x1b[31mred").train(), tokenizer)
     text = complete(completer, TEXT)
     assert text.isprintable() and "[31mred" in text and text == complete(completer, TEXT)
-
-
-@pytest.mark.parametrize("family", TINY_CONFIGS)
-def test_completions_follow_the_parameters(family, tokenizer):
-    """The monitor loads later states into the same model."""
-    model, later = make_model(family), make_model(family, likely="paris")
-    completer = build_pipeline(model, tokenizer)
-    assert "france" in complete(completer, TEXT)
-    model.load_state_dict(later.state_dict())
-    assert "paris" in complete(completer, TEXT)
 
 
 @pytest.mark.parametrize(
@@ -122,28 +118,29 @@ def test_length_is_bounded_by_the_model(family, tokenizer):
 
 def test_monitor_reports_samples(tokenizer, caplog):
     caplog.set_level(logging.INFO)
-    tables = []
-    reporters = SimpleNamespace(report_table=lambda *table: tables.append(table))
-    completer = build_pipeline(make_model("albert"), tokenizer)
+    reporters, completer = Mock(), build_pipeline(make_model("albert"), tokenizer)
     report_samples(completer, [TEXT, "[MASK] is [MASK]"], reporters, 7)
-    messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == 2 and messages[0].startswith(f"Step #7\t{TEXT} -> 'france' 100.0%, ")
-    ((name, columns, rows, step),) = tables
+    assert len(caplog.messages) == 2 and caplog.messages[0].startswith(f"Step #7\t{TEXT} -> 'france' 100.0%, ")
+    report_samples(completer, [TEXT, 7], reporters, 8)
+    assert caplog.records[-1].levelno == logging.WARNING
+    name, columns, rows, step = reporters.report_table.call_args.args
     assert (name, columns, step) == ("sample texts", ("text", "completion"), 7), "not the name of a curve"
     assert [text for text, _ in rows] == [TEXT, "[MASK] is [MASK]"] and rows[1][1].count("; ") == 1
 
-    report_samples(completer, [TEXT, 7], reporters, 8)
-    assert caplog.records[-1].levelno == logging.WARNING and len(tables) == 1
 
-
-def test_mask_is_asked_for_at_the_start(tokenizer):
-    config = make_model("albert").config
-    for text in ("no mask", " "):
-        with pytest.raises(UserError, match="--sample_text: "):
-            check_text(text, tokenizer, config, "--sample_text")
-    tokenizer.mask_token = None
-    with pytest.raises(UserError, match="--sample_text: the tokenizer has no mask token"):
-        check_text(TEXT, tokenizer, config, "--sample_text")
+@pytest.mark.parametrize(
+    ("text", "has_mask", "fault"),
+    [
+        ("no mask", True, "there is no mask in 'no mask'; put [MASK]"),
+        (" ", True, "the sentence is empty"),
+        (TEXT, False, "the tokenizer has no mask token"),
+    ],
+)
+def test_mask_is_asked_for_at_the_start(tokenizer, text, has_mask, fault):
+    if not has_mask:
+        tokenizer.mask_token = None
+    with pytest.raises(UserError, match=re.escape(f"--sample_text: {fault}")):
+        check_text(text, tokenizer, make_model("albert").config, "--sample_text")
 
 
 # generate.py
@@ -198,32 +195,21 @@ def test_script_continues_a_text(show, tmp_path, tokenizer):
     assert code == 0 and out.count("france") == 64 - 5, "as many as the model has positions for"
 
 
-def test_script_answers(show, tmp_path):
+def test_script_answers(show, tmp_path, monkeypatch):
     """In as many lines as the answer has, without control characters."""
     tokenizer = make_chat_tokenizer("chatml")
     set_end_of_turn(tokenizer)
     tokenizer.init_kwargs["objective"] = "chat"
     config = AutoConfig.for_model(**TINY_CONFIGS["gpt2"], vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=2)
-    model, text = build_model(config, "run"), "Hi!\n\x07Bye<|im_end|>"
-    with torch.no_grad():  # the token after each position: those of the prompt, then the answer
-        model.transformer.wte.weight.zero_()
-        model.transformer.wpe.weight.zero_()
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        first = len(
-            tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], add_generation_prompt=True)[
-                "input_ids"
-            ]
-        )
-        for number, token in enumerate(ids):
-            model.transformer.wpe.weight[first - 1 + number, number] = 100.0
-            model.transformer.wte.weight[token, number] += 1.0
-        for block in model.transformer.h:
-            block.attn.c_proj.weight.zero_()
-            block.mlp.c_proj.weight.zero_()
-    model.save_pretrained(tmp_path)
+    build_model(config, "run").save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    code, out, err = show(tmp_path, "Hello")
-    assert (code, out, err) == (0, "Hi!\nBye\n", "")
+
+    def generate(_model, ids: torch.Tensor, **_options) -> torch.Tensor:
+        assert tokenizer.decode(ids[0]) == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+        return torch.cat([ids, tokenizer("Hi!\n\x07Bye<|im_end|>", return_tensors="pt")["input_ids"]], dim=1)
+
+    monkeypatch.setattr(GPT2LMHeadModel, "generate", generate)
+    assert show(tmp_path, "Hello") == (0, "Hi!\nBye\n", "")
 
 
 def test_folder_that_does_not_exist_is_named(show, tmp_path, monkeypatch):
@@ -233,44 +219,34 @@ def test_folder_that_does_not_exist_is_named(show, tmp_path, monkeypatch):
     assert err.count("monitor_outputs") == 1, "recommends what was passed"
 
 
-def change_config(folder: Path, name: str = "config.json", **changes) -> None:
-    (folder / name).write_text(
-        json.dumps(json.loads((folder / name).read_text(encoding="utf-8")) | changes), encoding="utf-8"
-    )
-
-
 MODEL_CODE = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.C", "AutoModelForMaskedLM": "evil.M"}}
 TOKENIZER_CODE = {"tokenizer_class": "T", "auto_map": {"AutoTokenizer": ["evil.T", None]}}
 
 
-def pickle_weights(folder: Path) -> None:
-    torch.save(make_model("albert").state_dict(), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
-
-
 @pytest.mark.parametrize(
-    ("spoil", "text", "reason"),
+    ("name", "change", "reason"),
     [
-        (None, "no mask at all", "[MASK]"),
-        (lambda folder: (folder / "config.json").unlink(), TEXT, "no complete checkpoint"),
-        (pickle_weights, TEXT, "no complete checkpoint"),
-        (lambda folder: (folder / "config.json").write_text("{", encoding="utf-8"), TEXT, "no model configuration"),
-        (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 100), TEXT, "weights of"),
-        (lambda folder: change_config(folder, vocab_size=99), TEXT, "weights of"),
-        (lambda folder: change_config(folder, model_type="bert"), TEXT, "lacks weights"),
-        (lambda folder: change_config(folder, model_type="t5"), TEXT, "is a t5 model"),
-        (lambda folder: change_config(folder, **MODEL_CODE), TEXT, "is a evil model"),
-        (lambda folder: change_config(folder, "tokenizer_config.json", **TOKENIZER_CODE), TEXT, "never run"),
+        ("config.json", None, "no complete checkpoint"),
+        ("model.safetensors", None, "no complete checkpoint"),  # pickled weights are none
+        ("config.json", b"{", "no model configuration"),
+        ("model.safetensors", b"x" * 100, "weights of"),
+        ("config.json", {"vocab_size": 99}, "weights of"),
+        ("config.json", {"model_type": "bert"}, "lacks weights"),
+        ("config.json", {"model_type": "t5"}, "is a t5 model"),
+        ("config.json", MODEL_CODE, "is a evil model"),
+        ("tokenizer_config.json", TOKENIZER_CODE, "never run"),
     ],
 )
-def test_wrong_input_is_one_line(show, checkpoint, spoil, text, reason):
-    (checkpoint / "evil.py").write_text(
-        f"open({str(checkpoint / 'trace')!r}, 'w')", encoding="utf-8"
-    )  # leaves a trace where it is run
-    if spoil is not None:
-        spoil(checkpoint)
-    code, _, err = show(checkpoint, text)
+def test_checkpoint_that_cannot_be_used_is_one_line(show, checkpoint, name, change, reason):
+    """`change`: fields of the file, its content, or None to remove it."""
+    (checkpoint / "evil.py").write_text(f"open({str(checkpoint / 'trace')!r}, 'w')", encoding="utf-8")
+    torch.save(load_file(checkpoint / "model.safetensors"), checkpoint / "pytorch_model.bin")
+    file = checkpoint / name
+    if isinstance(change, dict):
+        change = json.dumps(json.loads(file.read_text(encoding="utf-8")) | change).encode()
+    file.write_bytes(change) if change is not None else file.unlink()
+    code, _, err = show(checkpoint, TEXT)
     assert code == 1 and err.count("\n") == 1 and err.startswith("generate.py: error: ") and reason in err
     assert "; " in err and "trust_remote_code" not in err
     assert str(checkpoint) not in err.partition("; ")[2]
-    assert not (checkpoint / "trace").exists()
+    assert not (checkpoint / "trace").exists(), "code of the checkpoint was run"

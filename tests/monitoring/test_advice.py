@@ -1,0 +1,71 @@
+"""What the monitor derives from the trainers' rounds: their shares, and advice to the organiser."""
+
+import pytest
+
+from cotrain.common.flags import ArgumentsError
+from cotrain.monitoring.advice import PERIOD, Adviser, parse_shares
+from run_training_monitor import RunArguments
+from tests.support.dht_records import trainer_record
+
+HONEST = [(90, 100)] * 19
+
+
+def shares(*counts: tuple[int, int], **rounds: int) -> dict[str, float]:
+    """Return the shares of trainers with these numbers of applied and computed samples, and two of four rounds."""
+    records = [
+        trainer_record(rounds=4, complete=2, applied=applied, computed=computed) for applied, computed in counts
+    ]
+    return parse_shares([*records, *([trainer_record(**rounds)] if rounds else [])])
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (shares(), {}),
+        (shares((0, 0)), {"complete rounds": 0.5}),
+        (shares((90, 100)), {"complete rounds": 0.5, "applied share": 0.9}),
+        (shares((50, 50), (50, 100), (300, 300)), {"complete rounds": 0.5, "applied share": 200 / 250}),
+        (shares((1, 2), rounds=8, complete=8), {"complete rounds": 10 / 12, "applied share": 0.5}),
+        (shares((200, 100), (50, 100)), {"complete rounds": 0.5, "applied share": 0.75}),
+    ],
+    ids=["nobody", "no samples yet", "one", "a claim of many", "one without samples", "more than all count as all"],
+)
+def test_shares(found, expected):
+    assert found == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "lie", [(0, 10**9), (10**9, 10**9), (0, 100)], ids=["nothing of a lot", "all of a lot", "nothing of the usual"]
+)
+def test_claim_of_many_samples_has_the_weight_of_an_average_trainer(lie):
+    assert abs(shares(*HONEST, lie)["applied share"] - 0.9) <= 1 / 20
+
+
+def make_settings(**flags) -> RunArguments:
+    return RunArguments(model_name_or_path="albert-large-v2", **flags)
+
+
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [
+        ({}, "blockwise8, or --local_updates --gradient_compression topk"),
+        ({"gradient_compression": "blockwise8"}, "with --local_updates --gradient_compression topk"),
+        ({"local_updates": True}, "with --gradient_compression topk --average_state_every 64. "),
+        ({"local_updates": True, "gradient_compression": "topk"}, "--average_state_every 64. "),
+        (
+            {"local_updates": True, "gradient_compression": "topk", "average_state_every": 64},
+            "with a larger --target_batch_size. ",
+        ),
+    ],
+)
+def test_advice_depends_on_the_settings(settings, advice):
+    adviser = Adviser(make_settings(**settings))
+    assert adviser.advise(None) is None and adviser.advise(0.8) is None
+    assert advice in adviser.advise(1.0) and adviser.advise(1.0) is None
+    adviser._advised_at -= PERIOD
+    assert adviser.advise(1.0)
+
+
+def test_sparse_compression_needs_local_updates():
+    with pytest.raises(ArgumentsError, match="--gradient_compression topk also needs --local_updates"):
+        make_settings(gradient_compression="topk")
