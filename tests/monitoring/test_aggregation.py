@@ -1,7 +1,9 @@
 """Aggregation in the monitor: each step is reported once, whatever records untrusted peers publish."""
 
 import math
+import statistics
 import tracemalloc
+from functools import partial
 from random import Random
 
 import pytest
@@ -22,8 +24,18 @@ def update(aggregator, *view):
     return aggregator.update(*snapshot(*view))
 
 
+def observe(aggregator, seconds, view):
+    """Update at these seconds with what `view` returns: metrics, and perhaps histories and heartbeats."""
+    return [report for second in seconds for report in update(aggregator, START + second, *view(second))]
+
+
 def make_aggregator(**options):
     return MetricsAggregator(**({"alive_timeout": ALIVE, "settle_time": SETTLE} | options))
+
+
+def past(first, last, **values):
+    """Return the history of a trainer with these steps, as many as fit into its record."""
+    return entries(*(metric(step, **values) for step in range(max(first, last - 54), last + 1)))
 
 
 # Contents of a report
@@ -41,29 +53,23 @@ def test_loss_is_weighted_by_samples():
     assert {record.peer for record in report.contributions} == {b"a", b"b"}
 
 
-def test_absurd_samples_do_not_swamp_the_loss():
-    metrics = {b"a": metric(1, loss=4.0, samples=60), b"b": metric(1, loss=4.0, samples=40)}
-    liar = {b"liar": metric(1, loss=200.0, samples=10**9)}
-    (report,) = update(make_aggregator(target_batch_size=100), START, metrics | liar)
-    assert report.samples == 100 + 100
-    assert {step.peer: step.samples for step in report.contributions}[b"liar"] == 100
-    assert report.loss == pytest.approx((100 * 2 + 100 * 100) / 200)
-
-
-def test_trainers_without_samples_are_no_measure():
-    metrics = {b"%d" % number: metric(1, samples=samples) for number, samples in enumerate((0, 0, 80, 90))}
-    (report,) = update(make_aggregator(target_batch_size=100), START, metrics)
-    assert report.samples == 170 and report.loss == pytest.approx(5.0)
-
-
-@pytest.mark.parametrize(("invited", "counted"), [(False, 60), (True, 100)])
-def test_free_rider_counts_as_in_the_round(invited, counted):
-    """Twice the median of three others, unless each name is one that can be revoked."""
-    metrics = {name: metric(1, samples=samples) for name, samples in ((b"a", 30), (b"b", 20), (b"c", 40))}
-    aggregator = make_aggregator(target_batch_size=100, believes_weights=invited)
-    (report,) = update(aggregator, START, metrics | {b"free rider": metric(1, samples=10**9)})
-    assert {step.peer: step.samples for step in report.contributions}[b"free rider"] == counted
-    assert report.samples == 90 + counted
+@pytest.mark.parametrize(
+    ("invited", "stated", "counted"),
+    [
+        (False, (60, 40, 10**9), (60, 40, 100)),
+        (False, (0, 0, 80, 90), (0, 0, 80, 90)),
+        (False, (30, 20, 40, 10**9), (30, 20, 40, 60)),
+        (True, (30, 20, 40, 10**9), (30, 20, 40, 100)),
+    ],
+    ids=["a claim is a target batch", "those without are no measure", "twice the median of three", "invited peers"],
+)
+def test_samples_count_as_in_the_round(invited, stated, counted):
+    """Names of invited peers can be revoked: their claims are believed."""
+    metrics = {peer: metric(1, loss=2.0 * peer, samples=samples) for peer, samples in enumerate(stated)}
+    (report,) = update(make_aggregator(target_batch_size=100, believes_weights=invited), START, metrics)
+    assert [(step.peer, step.samples) for step in report.contributions] == list(enumerate(counted))
+    assert report.samples == sum(counted)
+    assert report.loss == pytest.approx(sum(peer * samples for peer, samples in enumerate(counted)) / sum(counted))
 
 
 # Live peers
@@ -119,6 +125,19 @@ SEQUENCES = {
         (0, {"a": 5000, "b": 5000, "c": 4999}, {}, [], 3),
         (SETTLE, {"a": 5000, "b": 5000, "c": 4999}, {}, [4999, 5000], 3),
     ]),
+    "peer without metrics yet may be about to report the step": (0, [
+        (0, {"a": 1, "b": 1}, {"a": (0, 1), "b": (0, 1), "joined": (0, 1)}, [], 3),
+        (SETTLE, {"a": 1, "b": 1}, {"a": (0, 1), "b": (0, 1), "joined": (0, 1)}, [1], 3),
+    ]),
+    "nobody waits for a peer that is away": (0, [
+        (0, {"a": 1, "b": 1}, {"a": (0, 1), "b": (0, 1)}, [1], 2),
+        (5, {"a": 2, "b": 1}, {"a": (5, 2), "b": (5, 1, {"away": True})}, [2], 2),
+    ]),
+    "peers of another protocol or model do not count": (0, [
+        (0, {"a": 1, "b": 1}, {"a": (0, 1), "b": (0, 1), "old": (0, 7, {"protocol": 3}),
+                               "misfit": (0, 7, {"schema": "another model"})}, [1], 2),
+    ]),
+    "restarted monitor repeats nothing": (20, [(0, {"a": 20}, {}, [], 1)]),
 }  # fmt: skip
 
 
@@ -126,22 +145,14 @@ SEQUENCES = {
 def test_sequence(last_reported_step, updates):
     aggregator = make_aggregator(last_reported_step=last_reported_step)
     for second, metrics, heartbeats, expected_steps, num_alive in updates:
-        progress = {
-            key.encode(): None if beat is None else heartbeat(START + beat[0], beat[1], samples=int(beat[0]) + 110)
-            for key, beat in heartbeats.items()
-        }
+        progress = {}
+        for key, beat in heartbeats.items():
+            at, step, *fields = beat or (0, 0)
+            value = heartbeat(START + at, step, samples=int(at) + 110, **(fields[0] if fields else {}))
+            progress[key.encode()] = value if beat else None
         view = {key.encode(): metric(step) for key, step in metrics.items()}
         reports = update(aggregator, START + second, view, {}, progress)
         assert steps_of(reports) == expected_steps and len(aggregator.live_peers) == num_alive, f"second {second}"
-
-
-def test_peer_without_metrics_yet_counts_with_its_heartbeat():
-    aggregator = make_aggregator()
-    metrics = {b"a": metric(1, speed=1.0), b"b": metric(1, speed=1.0)}
-    progress = {key: heartbeat(START, 1) for key in (b"a", b"b", b"joined")}
-    assert update(aggregator, START, metrics, {}, progress) == []  # it may be about to report step 1 as well
-    (report,) = update(aggregator, START + SETTLE, metrics, {}, progress)
-    assert len(aggregator.live_peers) == 3 and (report.alive_peers, report.contributors) == (2, 2)
 
 
 @pytest.mark.parametrize(("late", "counts"), [(60.0, True), (110.0, True), (130.0, False)])
@@ -189,7 +200,7 @@ def test_steps_that_a_peer_took_alone_count_once_when_they_are_found(restarts):
 
 def test_record_that_is_stored_again_is_no_restart():
     """A trainer does so when it leaves."""
-    aggregator, history = make_aggregator(), {b"a": entries(*map(metric, range(1, 4)))}
+    aggregator, history = make_aggregator(), {b"a": past(1, 3)}
     for seconds in (0.0, 5.0, 10.0):
         metrics = {b"a": ValueWithExpiration(metric(3), START + 600 + seconds)}
         reports = update(aggregator, START + seconds, metrics, history, {b"a": heartbeat(START + seconds, 3)})
@@ -217,42 +228,6 @@ def test_values_of_a_step_are_those_of_the_step_whenever_it_is_read():
     assert reports[0].performance == 3 * 1.5, "the time of the step before is not known: what the peers state"
 
 
-def test_peers_that_do_not_average_with_the_others_do_not_count():
-    aggregator = make_aggregator()
-    metrics = {peer: metric(1) for peer in "abc"}
-    other = {"old": heartbeat(START, 7, protocol=3), "misfit": heartbeat(START, 7, schema="another model")}
-    progress = {peer: heartbeat(START, 1) for peer in "abc"} | other
-    (report,) = update(aggregator, START, metrics, {}, progress)
-    assert (len(aggregator.live_peers), report.alive_peers, report.step) == (3, 3, 1)
-    away = {"c": heartbeat(START + 5, 1, away=True)}
-    (report,) = update(aggregator, START + 5, metrics | {peer: metric(2) for peer in "ab"}, {}, progress | away)
-    assert report.step == 2, "nobody waits for a peer that is away"
-
-
-# Each step is reported once
-
-
-def test_steps_between_two_refreshes_come_from_the_history():
-    aggregator = make_aggregator()
-    assert steps_of(update(aggregator, START, {b"a": metric(1), b"b": metric(1)})) == [1]
-    history = {
-        b"a": entries(*(metric(step, loss=2.0 * step) for step in range(1, 6))),
-        b"b": entries(*(metric(step, loss=4.0 * step) for step in range(1, 6))),
-    }
-    reports = update(aggregator, START + 30, {b"a": metric(5, loss=10.0), b"b": metric(5, loss=20.0)}, history)
-    assert steps_of(reports) == [2, 3, 4, 5]
-    assert [report.loss for report in reports] == [1.5 * step for step in range(2, 6)]
-    assert all(report.contributors == 2 for report in reports), "no step mixes two"
-    assert update(aggregator, START + 60, {b"a": metric(5), b"b": metric(5)}, history) == []
-
-
-def test_restarted_monitor_repeats_nothing():
-    history = {b"a": entries(*map(metric, range(1, 21)))}
-    aggregator = make_aggregator(last_reported_step=17)
-    assert steps_of(update(aggregator, START, {b"a": metric(20)}, history)) == [18, 19, 20]
-    assert update(make_aggregator(last_reported_step=20), START, {b"a": metric(20)}, history) == []
-
-
 # The global step of the run
 
 
@@ -269,47 +244,40 @@ def test_lone_peer_is_believed(step, at_once):
 @pytest.mark.parametrize("claim", [10**9, 51 + MAX_JUMP])
 @pytest.mark.parametrize("last_reported_step", [-1, 48])
 def test_lone_outlier_neither_moves_nor_stops_the_run(honest, claim, last_reported_step):
-    aggregator = make_aggregator(last_reported_step=last_reported_step)
-    reported = []
-    for second in range(0, 2000, 10):
-        step = 50 + second // 50
-        metrics = {b"liar": metric(claim + second, loss=-1e9)}
-        metrics |= {b"honest%d" % peer: metric(step) for peer in range(honest)}
-        history = {b"liar": entries(*(metric(claim + second - back, loss=-1e9) for back in range(40)))}
-        reported += update(aggregator, START + second, metrics, history)
-    assert steps_of(reported) == list(range(50, 90))
-    assert all(report.loss == 5.0 for report in reported)
+    def view(second):
+        metrics = {b"honest%d" % peer: metric(50 + second // 50) for peer in range(honest)}
+        lies = [metric(claim + second - back, loss=-1e9) for back in range(40)]
+        return metrics | {b"liar": lies[0]}, {b"liar": entries(*lies)}
+
+    reports = observe(make_aggregator(last_reported_step=last_reported_step), range(0, 2000, 10), view)
+    assert steps_of(reports) == list(range(50, 90)) and all(report.loss == 5.0 for report in reports)
 
 
 def test_liar_that_stays_when_the_others_leave_advances_the_run_at_a_bounded_rate():
-    aggregator = make_aggregator(last_reported_step=6)
-    liar, honest = {b"liar": metric(10**6)}, {b"a": metric(7), b"b": metric(7)}
+    aggregator, liar = make_aggregator(last_reported_step=6), {b"liar": metric(10**6)}
 
-    def beats(second, progress):
-        return progress | {b"liar": heartbeat(START + second, 10**6)}
+    def view(second, step=7, leave=True):
+        beat = None if leave else heartbeat(START + second, step)
+        honest = dict.fromkeys((b"a", b"b"), metric(step))
+        return honest | liar, {}, dict.fromkeys(honest, beat) | {b"liar": heartbeat(START + second, 10**6)}
 
-    update(aggregator, START, honest | liar, {}, beats(0, dict.fromkeys(honest, heartbeat(START, 7))))
-    for second in range(10, int(10**6 / MAX_STEPS_PER_SECOND) - 100, 1000):
-        assert update(aggregator, START + second, honest | liar, {}, beats(second, dict.fromkeys(honest))) == []
-    honest = dict.fromkeys(honest, metric(8))
-    progress = beats(10**5, dict.fromkeys(honest, heartbeat(START + 10**5, 8)))
-    assert steps_of(update(aggregator, START + 10**5, honest | liar, {}, progress)) == [8]
+    update(aggregator, START, *view(0, leave=False))
+    assert observe(aggregator, range(10, int(10**6 / MAX_STEPS_PER_SECOND) - 100, 1000), view) == []
+    assert steps_of(update(aggregator, START + 10**5, *view(10**5, step=8, leave=False))) == [8]
 
 
 @pytest.mark.parametrize("last_reported_step", [-1, 4999])
 def test_peer_in_a_run_of_its_own_is_ignored(last_reported_step):
     """A trainer that could not load the training state starts at step 0 and continues alone."""
-    aggregator, reported = make_aggregator(last_reported_step=last_reported_step), []
-    for second in range(0, 1000, 10):
+
+    def view(second):
         step = 5000 + second // 10
         metrics = {b"a": metric(step), b"b": metric(step), b"alone": metric(second // 10)}
-        if second < 100:
-            del metrics[b"b"], metrics[b"alone"]
-        elif second > 500:
-            del metrics[b"b"]
-        history = {b"a": entries(*map(metric, range(max(5000, step - 54), step + 1)))}
-        reported += steps_of(update(aggregator, START + second, metrics, history))
-    assert reported == list(range(5000, 5100))
+        shown = [b"a"] if second < 100 else [b"a", b"alone"] if second > 500 else list(metrics)
+        return {peer: metrics[peer] for peer in shown}, {b"a": past(5000, step)}
+
+    reports = observe(make_aggregator(last_reported_step=last_reported_step), range(0, 1000, 10), view)
+    assert steps_of(reports) == list(range(5000, 5100))
 
 
 @pytest.mark.parametrize("honest, claim", [(1, 10**6), (1, MAX_JUMP + 2), (2, 10**6), (5, 10**6)])
@@ -322,34 +290,33 @@ def test_byzantine_first_peer_does_not_end_the_reports(
     aggregator = make_aggregator(last_reported_step=last_reported_step)
     claim += first_step
 
-    def lie(second):
+    def view(second):
         step, samples = claim + second // seconds_per_step, second * seconds_per_step // 10**6
-        return {b"liar": metric(step, loss=1e9, samples=samples)}
+        metrics, history, step_of_honest = {b"liar": metric(step, loss=1e9, samples=samples)}, {}, first_step
+        if second >= 300:
+            step_of_honest += (second - 300) // 20
+            history = {b"honest%d" % peer: past(first_step, step_of_honest) for peer in range(honest)}
+            metrics |= dict.fromkeys(history, metric(step_of_honest))
+        return metrics, history
 
-    for second in range(0, 300, 10):
-        update(aggregator, START + second, lie(second))
+    observe(aggregator, range(0, 300, 10), view)
     assert aggregator.last_reported_step >= claim, "there is nobody to contradict"
-    reported, back_at = [], None
-    for second in range(0, 600, 10):
-        step = first_step + second // 20
-        metrics = {b"honest%d" % peer: metric(step) for peer in range(honest)}
-        history = {key: entries(*map(metric, range(first_step, step + 1))) for key in metrics}
-        before = aggregator.last_reported_step
-        reports = steps_of(update(aggregator, START + 300 + second, metrics | lie(300 + second), history))
-        back_at = second if aggregator.last_reported_step < before else back_at
-        reported += reports if back_at is not None else []
-    assert reported == list(range(first_step, first_step + 30)), "none is lost"
-    assert back_at <= 2 * 20 + SETTLE + 20
+    back_at, reports = 290, []
+    while aggregator.last_reported_step >= claim:
+        back_at += 10
+        reports = observe(aggregator, [back_at], view)
+    reports += observe(aggregator, range(back_at + 10, 900, 10), view)
+    assert steps_of(reports) == list(range(first_step, first_step + 30)), "none is lost"
+    assert back_at <= 300 + 2 * 20 + SETTLE + 20
 
 
 def test_restarted_run_is_followed():
-    aggregator = make_aggregator(last_reported_step=5000)
-    reported = []
-    for second in range(0, 300, 10):
+    def view(second):
         step = 4900 + second // 10
-        history = {key: entries(*map(metric, range(step - 54, step + 1))) for key in (b"a", b"b")}
-        reported += steps_of(update(aggregator, START + second, dict.fromkeys(history, metric(step)), history))
-    assert reported == list(range(4900, 4930)), "not the steps before, which the other monitor may have reported"
+        return dict.fromkeys((b"a", b"b"), metric(step)), dict.fromkeys((b"a", b"b"), past(0, step))
+
+    reports = observe(make_aggregator(last_reported_step=5000), range(0, 300, 10), view)
+    assert steps_of(reports) == list(range(4900, 4930)), "not the steps before, which the other monitor may have told"
 
 
 def revive(lost: int, number: int, pace: float, refresh: int, keys: str) -> list[tuple[int, int]]:
@@ -362,25 +329,25 @@ def revive(lost: int, number: int, pace: float, refresh: int, keys: str) -> list
     :param keys: "old" if the new trainers have the identities of the killed ones
     :returns: for each report: seconds since the end of the first three trainers, and the step
     """
-    aggregator = make_aggregator(last_reported_step=99)
+    aggregator, first = make_aggregator(last_reported_step=99), 101 - lost
     killed = {b"old0": metric(101), b"old1": metric(100), b"old2": metric(100)}
-    killed_history = {key: entries(*map(metric, range(46, value["step"] + 1))) for key, value in killed.items()}
+    killed_history = {key: past(46, value["step"]) for key, value in killed.items()}
     last_heartbeats = {key: heartbeat(START - 1, value["step"], samples=1) for key, value in killed.items()}
     before = {key: heartbeat(START - refresh, 100) for key in killed}
     assert steps_of(update(aggregator, START - refresh, dict.fromkeys(killed, metric(100)), {}, before)) == [100]
-    reported = []
-    for second in range(refresh // 2, 3000, refresh):
-        metrics, history, progress = killed, killed_history, last_heartbeats if second < ALIVE else {}
-        if second >= 20:
-            step = 101 - lost + int((second - 20) / pace)
-            own_steps = range(max(101 - lost, step - 54), step + 1)
-            new = {b"%s%d" % (keys.encode(), peer): metric(own_steps[-1], loss=9.0) for peer in range(number)}
-            metrics = metrics | new
-            history = history | dict.fromkeys(new, entries(*(metric(step, loss=9.0) for step in own_steps)))
-            progress = progress | {key: heartbeat(START + second, step, samples=second) for key in new}
-        reports = update(aggregator, START + second, metrics, history, progress)
-        reported += [(second, report.step) for report in reports]
-    return reported
+
+    def view(second):
+        progress = last_heartbeats if second < ALIVE else {}
+        if second < 20:
+            return killed, killed_history, progress
+        step = first + int((second - 20) / pace)
+        new = [b"%s%d" % (keys.encode(), peer) for peer in range(number)]
+        progress = progress | {key: heartbeat(START + second, step, samples=second) for key in new}
+        metrics, history = metric(step, loss=9.0), past(first, step, loss=9.0)
+        return killed | dict.fromkeys(new, metrics), killed_history | dict.fromkeys(new, history), progress
+
+    seconds = range(refresh // 2, 3000, refresh)
+    return [(second, report.step) for second in seconds for report in observe(aggregator, [second], view)]
 
 
 @pytest.mark.parametrize("refresh", [5, 30])
@@ -404,38 +371,40 @@ def test_revived_run_is_not_mixed_with_the_one_before():
     killed = {b"old0": metric(17, loss=1e9), b"old1": metric(16), b"old2": metric(16)}
     last_heartbeats = {key: heartbeat(START, value["step"]) for key, value in killed.items()}
     update(aggregator, START, killed, {}, last_heartbeats)
-    reports = []
-    for second in range(30, 300, 30):
-        metrics = {b"new0": metric(14 + second // 30), b"new1": metric(14 + second // 30), b"liar": metric(3)}
-        history = {key: entries(*map(metric, range(15, value["step"] + 1))) for key, value in metrics.items()}
-        progress = {key: heartbeat(START + second, value["step"], samples=second) for key, value in metrics.items()}
-        reports += update(aggregator, START + second, killed | metrics, history, last_heartbeats | progress)
+
+    def view(second):
+        steps = {b"new0": 14 + second // 30, b"new1": 14 + second // 30, b"liar": 3}
+        progress = {key: heartbeat(START + second, step, samples=second) for key, step in steps.items()}
+        metrics, history = ({key: of(step) for key, step in steps.items()} for of in (metric, partial(past, 15)))
+        return killed | metrics, history, last_heartbeats | progress
+
+    reports = observe(aggregator, range(30, 300, 30), view)
     assert steps_of(reports) == list(range(15, 24)) and all(report.loss == 5.0 for report in reports)
 
 
 def test_outdated_copies_in_the_dht_change_nothing():
     """A node that was away may answer with an older record than the one that was read before."""
-    aggregator, reported = make_aggregator(), []
-    for second in range(0, 1200, 30):
-        step = 4 + second // 60 - 3 * (second % 120 == 90)  # an outdated one in every fourth answer
+
+    def view(second):
+        is_outdated = second % 120 == 90  # every fourth answer
+        step = 4 + second // 60 - 3 * is_outdated
         metrics = {b"a": ValueWithExpiration(metric(step), START + 600 + 60 * step)}
-        history = {b"a": entries(*map(metric, range(step + 1)))}
-        progress = {b"a": heartbeat(START + second - (100 if second % 120 == 90 else 0), step, samples=second)}
-        reported += steps_of(update(aggregator, START + second, metrics, history, progress))
-    assert reported == list(range(24))
+        return metrics, {b"a": past(0, step)}, {b"a": heartbeat(START + second - 100 * is_outdated, step, second)}
+
+    assert steps_of(observe(make_aggregator(), range(0, 1200, 30), view)) == list(range(24))
 
 
 def test_stragglers_do_not_pull_the_run_back():
     """One of two peers falls behind for a while; newcomers are at step 0 while they load the training state."""
-    aggregator = make_aggregator(last_reported_step=99)
-    reported = []
-    for second in range(0, 1000, 10):
-        step = 100 + second // 10
-        metrics = {b"a": metric(step), b"b": metric(step - 20)}
-        progress = {b"new%d" % number: heartbeat(START + second, 0) for number in range(5)}
-        progress |= {key: heartbeat(START + second, value["step"]) for key, value in metrics.items()}
-        reported += steps_of(update(aggregator, START + second, metrics, {}, progress))
-    assert reported == list(range(100, 200))
+
+    def view(second):
+        steps = {b"a": 100 + second // 10, b"b": 80 + second // 10}
+        epochs = steps | {b"new%d" % number: 0 for number in range(5)}
+        progress = {key: heartbeat(START + second, epoch) for key, epoch in epochs.items()}
+        return {key: metric(step) for key, step in steps.items()}, {}, progress
+
+    reports = observe(make_aggregator(last_reported_step=99), range(0, 1000, 10), view)
+    assert steps_of(reports) == list(range(100, 200))
 
 
 def test_memory_is_bounded_by_the_peers_of_the_newest_minutes():
@@ -459,20 +428,19 @@ def test_memory_is_bounded_by_the_peers_of_the_newest_minutes():
 
 
 def test_memory_does_not_grow_over_a_long_run():
+    """A volunteer joins, stays for ten steps, and leaves without a goodbye, for which the monitor waits."""
     aggregator = make_aggregator()
-    for step in range(3000):
-        now = START + 5 * step
-        key = b"peer%d" % (step // 10)  # a volunteer joins, stays for ten steps, and leaves
-        update(aggregator, now, {b"stays": metric(step), key: metric(step)}, {}, {})
-    assert aggregator.last_reported_step > 2990  # the monitor waits for peers that left without a goodbye
+    observe(
+        aggregator, range(0, 15000, 5), lambda second: (dict.fromkeys(("stays", second // 50), metric(second // 5)),)
+    )
+    assert aggregator.last_reported_step > 2990
     assert len(aggregator._peers) < 20 and len(aggregator._reached) < 20
     assert sum(len(peer.pending) for peer in aggregator._peers.values()) < 20
 
 
 def test_unreported_steps_of_a_peer_are_bounded():
-    aggregator = make_aggregator()
+    aggregator, peers = make_aggregator(), dict.fromkeys((b"a", b"b", b"liar"), metric(2000))
     for step in range(100, 1000):  # a new step each time, none ahead of the run
-        peers = {b"a": metric(2000), b"b": metric(2000), b"liar": metric(2000)}
         update(aggregator, START, peers, {b"liar": entries(metric(step))})
     assert len(aggregator._peers[b"liar"].pending) == MAX_PENDING_STEPS
 
@@ -553,7 +521,9 @@ def test_honest_swarm_loses_no_step_and_no_contribution(seed, honest, has_liar, 
     expected = list(range(first_step, first_step + steps))
     if not has_liar:
         assert steps_of(reports) == expected
+        for report in reports:  # no step mixes two
+            losses = [record["loss"] / 2 for _, _, record in published if record["step"] == report.step]
+            assert report.loss == pytest.approx(statistics.fmean(losses))
     reports = [report for report in reports if report.step in expected]
     assert steps_of(reports) == expected
-    for report in reports:
-        assert {record.peer for record in report.contributions} >= set(peers)
+    assert all({record.peer for record in report.contributions} >= set(peers) for report in reports)
