@@ -2,10 +2,11 @@
 
 import errno
 import fcntl
+import itertools
 import logging
+import math
 import os
 import random
-import shutil
 import signal
 import subprocess
 import time
@@ -14,6 +15,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,20 +28,32 @@ from cotrain.monitoring.monitor import CheckpointKeeper
 from cotrain.task import Task
 from cotrain.training import checkpoints
 from cotrain.training.check import attempt, check_folders
+from cotrain.training.checkpoints import SavedState
 from run_training_monitor import TrainingMonitorArguments
 from tests.support.fakes import FakeAverager, make_session, make_state
 from tests.support.models import build_model
 from tests.support.swarm import CONFIG
 
+MODEL = build_model(CONFIG, "run")
 
-def save(folder: Path, step: int) -> Path:
-    return checkpoints.save_checkpoint(folder, Task(), build_model(CONFIG, "run"), make_state(step), {})
+
+def save(folder: Path, step: int, **changes) -> Path:
+    """Save a checkpoint of a step, perhaps with changes of its state."""
+    return checkpoints.save_checkpoint(folder, Task(), MODEL, replace(make_state(step), **changes), {})
+
+
+def restore(folder: Path) -> SavedState:
+    return checkpoints.restore_newest(folder, "run", FakeAverager(step=0))
+
+
+def names(folder: Path, pattern: str = "*") -> list[str]:
+    return sorted(path.name for path in folder.glob(pattern))
 
 
 def test_checkpoint_opens_again(tmp_path):
     path = save(tmp_path, 7)
     assert AlbertForPreTraining.from_pretrained(path).config.vocab_size == 1000
-    state = checkpoints.restore_newest(tmp_path, "run", FakeAverager(step=0))
+    state = restore(tmp_path)
     assert state.step == 7 and torch.equal(state.tensors[0], make_state(7).tensors[0])
     assert torch.load(path / "training_state.pt", weights_only=True)["run_id"] == "run"
 
@@ -62,7 +76,7 @@ def test_weights_of_any_module_open_again_and_are_replaced(tmp_path):
     load_model(opened, path / "model.safetensors")
     assert all(tensor.equal(model.state_dict()[name]) for name, tensor in opened.state_dict().items())
     assert opened.norm.num_batches_tracked == 1 and opened.last.weight is opened.first.weight
-    assert {file.name for file in path.iterdir()} == {"collaboration.json", "model.safetensors", "training_state.pt"}
+    assert names(path) == ["collaboration.json", "model.safetensors", "training_state.pt"]
 
 
 def test_newest_is_by_step_and_old_ones_are_removed(tmp_path):
@@ -72,7 +86,7 @@ def test_newest_is_by_step_and_old_ones_are_removed(tmp_path):
         "checkpoint-100", "checkpoint-20", "checkpoint-9"
     ]  # fmt: skip
     checkpoints.rotate_checkpoints(tmp_path / "checkpoint-100", keep=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-100", "checkpoint-20"]
+    assert names(tmp_path) == ["checkpoint-100", "checkpoint-20"]
 
 
 def test_first_checkpoint_of_each_hour_is_kept_within_a_limit(tmp_path):
@@ -81,10 +95,8 @@ def test_first_checkpoint_of_each_hour_is_kept_within_a_limit(tmp_path):
         state = save(tmp_path, step) / checkpoints.STATE_FILE
         os.utime(state, (3600.0 * 1000 + 900 * step,) * 2)
         checkpoints.rotate_checkpoints(state.parent, keep=2, keep_hourly=3)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "checkpoint-12", "checkpoint-16", "checkpoint-20", "checkpoint-22", "checkpoint-23"
-    ]  # fmt: skip
-    assert checkpoints.restore_newest(tmp_path, "run", FakeAverager(step=0)).step == 23
+    assert names(tmp_path) == [f"checkpoint-{step}" for step in (12, 16, 20, 22, 23)]
+    assert restore(tmp_path).step == 23
 
 
 def test_what_cannot_be_read_is_skipped_and_the_one_before_is_used(tmp_path, caplog):
@@ -96,13 +108,8 @@ def test_what_cannot_be_read_is_skipped_and_the_one_before_is_used(tmp_path, cap
     newest[4].unlink()
     torch.save({"format": 99}, newest[3])
     torch.save({"format": 2, "run_id": "another", "metadata": {"epoch": 2}, "tensors": []}, newest[2])
-    assert checkpoints.restore_newest(tmp_path, "run", FakeAverager(step=0)).step == 1
-    assert len(caplog.records) == 5
-    assert all("checkpoint-" in record.getMessage() for record in caplog.records)
-
-
-def set_aside(folder: Path) -> list[str]:
-    return sorted(path.stem for path in folder.glob("checkpoint-*.*"))
+    assert restore(tmp_path).step == 1
+    assert len(caplog.messages) == 5 and all("checkpoint-" in message for message in caplog.messages)
 
 
 def test_checkpoints_of_a_left_history_are_set_aside_within_a_limit(tmp_path, caplog):
@@ -111,58 +118,55 @@ def test_checkpoints_of_a_left_history_are_set_aside_within_a_limit(tmp_path, ca
         save(tmp_path, step)
     for step in (10, 20, 30):
         checkpoints.rotate_checkpoints(save(tmp_path, step), keep=2)
-    assert [path.name for path in checkpoints.list_checkpoints(tmp_path)] == ["checkpoint-30", "checkpoint-20"]
-    assert set_aside(tmp_path) == ["checkpoint-600", "checkpoint-700"]
+    left = sorted(path.stem for path in tmp_path.glob("checkpoint-*.*"))
+    assert names(tmp_path, "*-??") == ["checkpoint-20", "checkpoint-30"] and left == [
+        "checkpoint-600",
+        "checkpoint-700",
+    ]
     (warning,) = caplog.messages
     assert "The run has gone back to step #10: set aside checkpoint-700 as checkpoint-700." in warning
-    checkpoints.rotate_checkpoints(save(tmp_path, 25), keep=2)
-    checkpoints.rotate_checkpoints(save(tmp_path, 15), keep=2)
-    assert [path.name for path in checkpoints.list_checkpoints(tmp_path)] == ["checkpoint-15"]
-    assert set_aside(tmp_path) == ["checkpoint-20", "checkpoint-25"], "the newest two"
+    for step in (25, 15):
+        checkpoints.rotate_checkpoints(save(tmp_path, step), keep=2)
+    left = sorted(path.stem for path in tmp_path.glob("checkpoint-*.*"))
+    assert names(tmp_path, "*-??") == ["checkpoint-15"] and left == ["checkpoint-20", "checkpoint-25"], (
+        "the newest two"
+    )
 
 
-def save_unsent(folder: Path, value: float = 0.5, shape: tuple[int, int] = (100, 100), **changes) -> Path:
-    """Save a checkpoint of step 7 with local updates. Return their file."""
-    state = replace(make_state(7), unsent=[torch.full(shape, value)], **changes)
-    path = checkpoints.save_checkpoint(folder, Task(), build_model(CONFIG, "run"), state, {})
-    return path / checkpoints.UNSENT_FILE
-
-
-def restore(folder: Path) -> tuple[int, list[torch.Tensor] | None]:
-    state = checkpoints.restore_newest(folder, "run", FakeAverager(step=0))
-    return state.step, state.unsent
+UNSENT = torch.full((100, 100), 0.5)
 
 
 def test_local_updates_that_were_not_sent_are_beside_their_state(tmp_path):
-    save_unsent(tmp_path)
-    step, (updates,) = restore(tmp_path)
-    assert step == 7 and torch.equal(updates, torch.full((100, 100), 0.5))
-    assert updates.dtype == torch.bfloat16, "half of the bytes"
+    save(tmp_path, 7, unsent=[UNSENT])
+    state = restore(tmp_path)
+    assert state.step == 7 and torch.equal(state.unsent[0].float(), UNSENT)
+    assert state.unsent[0].dtype == torch.bfloat16, "half of the bytes"
     save(tmp_path, 7)  # without any: they belong to what was replaced
-    assert restore(tmp_path) == (7, None)
+    assert restore(tmp_path).unsent is None
 
 
 OF_ANOTHER_HISTORY = {"metadata": {"epoch": 7, "statistics": [], "marks": ((7, "00" * 6),)}}
 
 
 @pytest.mark.parametrize(
-    "other",
-    [{"value": float("nan")}, {"value": float("inf")}, {"shape": (100, 1)}, {"run_id": "other"}, OF_ANOTHER_HISTORY],
-    ids=["NaN", "Inf", "another shape", "another run", "another history"],
+    ("other", "kept_bytes"),
+    [
+        ({"unsent": [UNSENT * math.nan]}, None),
+        ({"unsent": [UNSENT * math.inf]}, None),
+        ({"unsent": [UNSENT[:, :1]]}, None),
+        ({"run_id": "other"}, None),
+        (OF_ANOTHER_HISTORY, None),
+        ({}, -100),
+        ({}, 0),
+    ],
+    ids=["NaN", "Inf", "another shape", "another run", "another history", "cut off", "empty"],
 )
-def test_local_updates_that_do_not_fit_cost_one_warning_and_not_the_state(tmp_path, other, caplog):
-    wrong = save_unsent(tmp_path / "other", **other)
-    shutil.copy(wrong, save_unsent(tmp_path))
-    assert restore(tmp_path) == (7, None)
+def test_local_updates_that_cannot_be_used_cost_one_warning_and_not_the_state(tmp_path, other, kept_bytes, caplog):
+    wrong = save(tmp_path / "other", 7, **{"unsent": [UNSENT], **other}) / checkpoints.UNSENT_FILE
+    (save(tmp_path, 7) / checkpoints.UNSENT_FILE).write_bytes(wrong.read_bytes()[:kept_bytes])
+    state = restore(tmp_path)
+    assert state.step == 7 and state.unsent is None
     assert len(caplog.messages) == 1 and "unsent_updates.pt" in caplog.messages[0]
-
-
-@pytest.mark.parametrize("damage", [lambda content: content[:-100], lambda _: b""], ids=["cut off", "empty"])
-def test_damaged_local_updates_cost_one_warning_and_not_the_state(tmp_path, damage, caplog):
-    path = save_unsent(tmp_path)
-    path.write_bytes(damage(path.read_bytes()))
-    assert restore(tmp_path) == (7, None)
-    assert len(caplog.messages) == 1 and "unsent_updates.pt cannot be read" in caplog.messages[0]
 
 
 def test_checkpoint_of_another_program_is_not_replaced(tmp_path, caplog):
@@ -173,9 +177,9 @@ def test_checkpoint_of_another_program_is_not_replaced(tmp_path, caplog):
         (path / name).write_text("{}", encoding="utf-8")
     for step in (4, 5, 6):
         checkpoints.rotate_checkpoints(save(tmp_path, step), keep=1)
-    assert [path.name for path in checkpoints.list_checkpoints(tmp_path)] == ["checkpoint-6"]
-    (kept,) = tmp_path.glob("checkpoint-5.*")
-    assert (kept / "trainer_state.json").exists() and len(caplog.messages) == 1
+    aside, kept = names(tmp_path)
+    assert aside.startswith("checkpoint-5.") and kept == "checkpoint-6"
+    assert (tmp_path / aside / "trainer_state.json").exists() and len(caplog.messages) == 1
 
 
 def test_file_with_code_in_it_is_not_run(tmp_path):
@@ -189,27 +193,22 @@ def test_file_with_code_in_it_is_not_run(tmp_path):
     assert not (tmp_path / "harm").exists()
 
 
-def write_for_ever(folder: Path, first_step: int, pipe: int) -> None:
+def write_for_ever(folder: Path, step: int, pipe: int) -> None:
     """In a forked process: write checkpoints until it is killed, and a byte to the pipe before each."""
     torch.set_num_threads(1)
-    model, step = build_model(CONFIG, "run"), first_step
-    while True:
+    for number in itertools.count(step):
         os.write(pipe, b"x")
-        path = checkpoints.save_checkpoint(folder, Task(), model, make_state(step), {})
-        checkpoints.rotate_checkpoints(path, keep=2)
-        step += 1
+        checkpoints.rotate_checkpoints(save(folder, number), keep=2)
 
 
 @pytest.mark.programs
 def test_killed_at_fifty_random_moments_the_newest_checkpoint_is_complete(tmp_path):
-    generator = random.Random(0)
+    generator, newest = random.Random(0), 0
     save(tmp_path, 0)
-    newest = 0
     for number in range(50):
         remove_leftovers(tmp_path)
-        reading_end, writing_end = os.pipe()
-        child = os.fork()
-        if child == 0:
+        pipe = reading_end, writing_end = os.pipe()
+        if (child := os.fork()) == 0:
             try:
                 write_for_ever(tmp_path, newest + 1, writing_end)
             finally:
@@ -219,8 +218,8 @@ def test_killed_at_fifty_random_moments_the_newest_checkpoint_is_complete(tmp_pa
         time.sleep(generator.uniform(0.005, 0.15))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        os.close(reading_end)
-        os.close(writing_end)
+        for end in pipe:
+            os.close(end)
         found = checkpoints.list_checkpoints(tmp_path)
         states = [checkpoints.load_training_state(path / checkpoints.STATE_FILE, "run") for path in found]
         assert all((path / "model.safetensors").stat().st_size > 1000 for path in found)
@@ -257,7 +256,7 @@ def test_full_disk_costs_neither_the_old_checkpoint_nor_the_run(full_disk, caplo
 def keeper(tmp_path) -> Iterator[CheckpointKeeper]:
     """The keeper of a monitor that saves every five steps. Its averager downloads the state of step 5."""
     args = TrainingMonitorArguments(output_dir=str(tmp_path), refresh_period=0.01)
-    keeper = CheckpointKeeper(FakeAverager(step=5), Task(), build_model(CONFIG, "run"), "run", args)
+    keeper = CheckpointKeeper(FakeAverager(step=5), Task(), MODEL, "run", args)
     yield keeper
     keeper.close()
 
@@ -270,20 +269,6 @@ def update(keeper: CheckpointKeeper, step: int) -> None:
         keeper._pending.result()
 
 
-def test_monitor_retries_a_checkpoint_that_could_not_be_written(keeper, tmp_path, monkeypatch, caplog):
-    def fail(*_args, **_kwargs):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(torch, "save", fail)
-        update(keeper, 5)
-    assert keeper.saved_step == -1 and list(tmp_path.iterdir()) == []
-    assert "trying again later" in caplog.text and "Traceback" not in caplog.text
-    update(keeper, 5)
-    assert keeper.saved_step == 5
-    assert [path.name for path in checkpoints.list_checkpoints(tmp_path)] == ["checkpoint-5"]
-
-
 @pytest.mark.parametrize(
     ("step", "leaving", "is_due"), [(-1, False, False), (4, False, False), (5, False, True), (4, True, True)]
 )
@@ -292,7 +277,7 @@ def test_checkpoint_is_due_every_interval_and_when_trainers_leave(keeper, step, 
     assert (keeper._pending is not None) == is_due
 
 
-def test_monitor_offers_its_newest_checkpoint_all_the_time(keeper, tmp_path):
+def test_monitor_offers_its_newest_checkpoint_all_the_time(keeper, tmp_path, caplog):
     for step in (3, 4):
         save(tmp_path, step)
     averager, saved = keeper.averager, []
@@ -300,9 +285,12 @@ def test_monitor_offers_its_newest_checkpoint_all_the_time(keeper, tmp_path):
     keeper.on_saved = lambda step: saved.append((step, (tmp_path / f"checkpoint-{step}").is_dir()))
     keeper.restore()
     assert averager.offered_step == 4
-    update(keeper, 4)
     update(keeper, 10**6)
     assert averager.offered_step == 4, "a step that somebody claims, and whose state nobody has"
+    averager.step = 10**6
+    update(keeper, 10)
+    assert averager.offered_step == keeper.saved_step == averager.local_epoch == 4
+    assert "step #1000000, which no trainer has reported; trying again later" in caplog.text
     averager.step = 9
     update(keeper, 9)
     assert averager.offered_step == keeper.saved_step == 9 and saved == [(9, True)]
@@ -336,54 +324,26 @@ def test_monitor_follows_a_run_that_has_gone_back_unless_it_has_begun_anew(keepe
     averager.step, averager.offered_marks = 15, marks
     update(keeper, 15)
     step = 15 if follows else 16
-    assert averager.offered_step == keeper.saved_step == step
-    assert [path.name for path in checkpoints.list_checkpoints(tmp_path)] == [f"checkpoint-{step}"]
-    assert len(list(tmp_path.iterdir())) == 1 + follows, "the checkpoint of step 16 is there"
-    averager.step = 20
-    update(keeper, 20)
-    update(keeper, 21)
-    assert averager.offered_step == (20 if follows else 16)
-    averager.step = 21
-    update(keeper, 21)
-    assert averager.offered_step == (20 if follows else 21), "every five steps, as before"
-
-
-def test_monitor_neither_saves_nor_offers_a_state_far_ahead_of_the_reports(keeper, caplog):
-    averager = keeper.averager
-    averager.step = 10**6
-    keeper.restore()
-    update(keeper, 10)
-    assert averager.offered_step is None and keeper.saved_step == -1 and averager.local_epoch == 0
-    assert "step #1000000, which no trainer has reported" in caplog.text
+    assert averager.offered_step == keeper.saved_step == step and names(tmp_path, "*-??") == [f"checkpoint-{step}"]
+    assert len(names(tmp_path)) == 1 + follows, "the checkpoint of step 16 is there"
+    for averager.step, seen, saved in ((20, 20, 20 if follows else 16), (21, 21, 20 if follows else 21)):
+        update(keeper, seen)
+        assert averager.offered_step == saved, "every five steps, as before"
 
 
 def test_second_peer_in_a_folder_is_refused(tmp_path):
-    with (
-        lock_folder(tmp_path, "--output_dir"),
-        pytest.raises(UserError, match="in use by another peer"),
-        lock_folder(tmp_path, "--output_dir"),
-    ):
-        pass
+    with lock_folder(tmp_path, "--output_dir"):
+        refused = pytest.raises(UserError, match="in use by another peer")
+        with refused, lock_folder(tmp_path, "--output_dir"):
+            pass
     with lock_folder(tmp_path, "--output_dir"):
         pass
 
 
-@pytest.fixture
-def fail_to_lock(monkeypatch):
-    """Return a function that makes every later lock fail with an error, as on some network file systems."""
-
-    def fail_to_lock(number: int) -> None:
-        def refuse(*_):
-            raise OSError(number, os.strerror(number))
-
-        monkeypatch.setattr(fcntl, "flock", refuse)
-
-    return fail_to_lock
-
-
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP], ids=errno.errorcode.get)
-def test_file_system_without_locks_is_used_after_one_warning(tmp_path, fail_to_lock, caplog, number):
-    fail_to_lock(number)
+def test_file_system_without_locks_is_used_after_one_warning(tmp_path, monkeypatch, caplog, number):
+    """Such as some network file systems."""
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(number, os.strerror(number))))
     others = tmp_path / f".state.json.{'a' * 12}.new"  # which another process may be filling
     others.mkdir()
     with lock_folder(tmp_path, "--output_dir") as fault:
@@ -391,16 +351,14 @@ def test_file_system_without_locks_is_used_after_one_warning(tmp_path, fail_to_l
         with new_file(tmp_path / "state.json") as path:
             path.write_bytes(b"{}")
     assert (tmp_path / "state.json").read_bytes() == b"{}" and others.exists()
-    (warning,) = caplog.messages
-    caplog.clear()
-    assert warning == fault and "--output_dir" in warning and f"'{tmp_path}' has no locks: use a local disk" in warning
+    assert caplog.messages == [fault]
+    assert "--output_dir" in fault and f"'{tmp_path}' has no locks: use a local disk" in fault
     found = attempt("folders", partial(check_folders, tmp_path))
     assert found.line.startswith(f"FAILED  folders: {fault}")
 
 
-def test_another_fault_of_a_lock_is_an_error(tmp_path, fail_to_lock):
-    fail_to_lock(errno.EIO)
-    with pytest.raises(OSError, match="Input/output error"), lock_folder(tmp_path, "--output_dir"):
-        pass
-    with pytest.raises(OSError, match="Input/output error"), new_file(tmp_path / "state.json"):
+@pytest.mark.parametrize("use", [partial(lock_folder, flag="--output_dir"), lambda folder: new_file(folder / "x")])
+def test_another_fault_of_a_lock_is_an_error(tmp_path, monkeypatch, use):
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+    with pytest.raises(OSError, match="Input/output error"), use(tmp_path):
         pass
