@@ -23,7 +23,7 @@ from cotrain.status.status import (
     recorded_start,
     show_status,
 )
-from cotrain.status.status_keeper import StatusKeeper
+from cotrain.status.status_keeper import REASONS, StatusKeeper
 from peerstep.coordinator import Outcome, StepRecord
 from peerstep.progress_record import MAX_ROUNDS
 from tests.support.fakes import FakeTracker
@@ -64,37 +64,31 @@ def compute(keeper: StatusKeeper, num_computed: int) -> None:
     keeper.record_local_step()
 
 
-def test_samples_of_rounds_with_others_and_alone_are_applied(keeper):
-    status = record(keeper, StepRecord(5, Outcome.AVERAGED, 64), StepRecord(6, Outcome.ALONE, 256))
-    assert (status.joined, status.missed, status.applied, status.last_miss) == (2, 0, 320, None)
+MISS = "the other trainers averaged without this one"
 
 
 @pytest.mark.parametrize(
-    ("entry", "reason"),
+    ("records", "joined", "missed", "applied", "last_miss"),
     [
-        (StepRecord(5, Outcome.MISSED), "the other trainers averaged without this one"),
-        (StepRecord(5, Outcome.FAILED), "no group in time"),
-        (StepRecord(5, Outcome.FAILED, error="first\nsecond " + "x" * 500), "first second " + "x" * 87),
-        (StepRecord(5, Outcome.AVERAGED, None), "the gradient was too old"),
+        ([StepRecord(5, Outcome.AVERAGED, 64), StepRecord(6, Outcome.ALONE, 256)], 2, 0, 320, None),
+        ([StepRecord(5, Outcome.MISSED)], 0, 1, 0, (5, MISS)),
+        ([StepRecord(5, Outcome.FAILED)], 0, 0, 0, (5, "no group in time")),
+        ([StepRecord(5, Outcome.FAILED, error="a\nb " + "x" * 500)], 0, 0, 0, (5, "a b " + "x" * 96)),
+        ([StepRecord(5, Outcome.AVERAGED)], 0, 1, 0, (5, REASONS[Outcome.AVERAGED])),
+        (
+            [StepRecord(4, Outcome.ALONE, 64), StepRecord(9, Outcome.CAUGHT_UP)],
+            1, 5, 64, (9, "this trainer was too far behind"),
+        ),
+        (
+            [StepRecord(8, Outcome.CAUGHT_UP), StepRecord(9, Outcome.MISSED), StepRecord(10, Outcome.AVERAGED, 1)],
+            1, 2, 1, (9, MISS),
+        ),
     ],
-    ids=["missed", "failed", "failed with an error", "without weight"],
-)
-def test_miss_has_a_reason_and_its_samples_are_not_applied(keeper, entry, reason):
-    status = record(keeper, entry)
-    assert (status.joined, status.applied) == (0, 0)
-    assert status.missed == (entry.outcome != Outcome.FAILED), "it is tried again"
-    assert status.last_miss[0] == 5 and status.last_miss[1].endswith(reason)
-
-
-def test_steps_without_a_round_are_missed(keeper):
-    record(keeper, StepRecord(4, Outcome.ALONE, 64), StepRecord(9, Outcome.CAUGHT_UP))
-    assert keeper.update().last_miss == (9, "this trainer was too far behind")
-    for step_record in (StepRecord(10, Outcome.MISSED), StepRecord(11, Outcome.AVERAGED, 1)):
-        keeper.record_step(step_record)
-    keeper.optimizer.tracker.local_progress.completed = 11
-    status = keeper.update()
-    assert (status.joined, status.missed) == (2, 6)
-    assert status.last_miss == (10, "the other trainers averaged without this one")
+    ids=["in rounds", "missed", "tried again", "tried again after an error", "too old", "caught up", "several"],
+)  # fmt: skip
+def test_steps_are_joined_or_missed_with_a_reason(keeper, records, joined, missed, applied, last_miss):
+    status = record(keeper, *records)
+    assert (status.joined, status.missed, status.applied, status.last_miss) == (joined, missed, applied, last_miss)
 
 
 def test_steps_before_joining_are_not_missed_nor_those_before_a_rollback(keeper):
@@ -141,10 +135,10 @@ def test_keeper_combines_what_tracker_and_rounds_know(keeper):
     assert status.worked_at is None, "a local step whose gradient is dropped or skipped is no work"
     for loss in (8.0, 7.0, 6.0):
         keeper.record_loss(loss)
-    own.samples_accumulated = 500
-    assert keeper.update().own_samples == 100, "no more than all: a trainer counts for one target batch"
-    keeper.speed = 1.5
-    assert keeper.update().samples_per_second == 1.5, "that of the newest step's line"
+    own.samples_accumulated, keeper.speed = 500, 1.5
+    status = keeper.update()
+    assert status.own_samples == 100, "no more than all: a trainer counts for one target batch"
+    assert status.samples_per_second == 1.5, "that of the newest step's line"
     own.samples_per_second, tracker.seconds_to_step = 0.0, 1e23
     status = keeper.update()
     assert (status.rank, status.seconds_to_next, status.loss, status.first_loss) == (None, None, 6.0, 8.0)
@@ -169,7 +163,8 @@ def test_start_is_shown_before_the_trainer_has_joined_and_then_why_it_ended(tmp_
     assert show_status(folder) == 1
     (line,) = capsys.readouterr().out.splitlines()
     assert line.endswith("after 0 samples in 0 global steps: the invitation is revoked; ask the organiser.")
-    assert claim_run(folder) == "run", "the start is not that of another run"
+    claim_folder(folder, "run")
+    assert not (folder / "other-runs").exists() and find_run(folder) == "run", "the start is not that of another run"
 
 
 def test_error_is_added_to_what_the_trainer_has_given(keeper, tmp_path, capsys):
@@ -182,21 +177,18 @@ def test_error_is_added_to_what_the_trainer_has_given(keeper, tmp_path, capsys):
     assert capsys.readouterr().out.endswith(", after 256 samples in 1 global step: the invitation has expired.\n")
 
 
-def claim_run(folder: Path) -> str | None:
-    claim_folder(folder, "run")
-    return None if (folder / "other-runs").exists() else find_run(folder)
-
-
 def test_progress_is_logged(keeper, caplog, tmp_path):
     keeper._log_at = 0.0
     caplog.set_level("INFO")
     keeper.optimizer.tracker.other_trainers = [SimpleNamespace(peer_id=b"", samples_per_second=1.0)] * 2
+    assert keeper.update().loss is None
     keeper.loss_meter.add(torch.tensor(6.5))
     keeper.work()
     line = "Accumulated 0 of 256 samples for step #1 from 3 peers, 0 of them yours; ETA unknown; local loss 6.500"
     assert line in caplog.text
     keeper.work()
-    assert caplog.text.count("Accumulated") == 1 and read_status(tmp_path) is not None
+    assert caplog.text.count("Accumulated") == 1
+    assert dict(describe_status(read_status(tmp_path)))["Local loss"] == "6.500, 6.500 at first", "before a step"
 
 
 # What the user reads
@@ -217,12 +209,6 @@ def test_description_of_a_trainer_that_joins():
     assert rows["Your samples"] == "none in a global step yet" and "at an unknown time: 0 of" in rows["Next step"]
 
 
-def test_loss_is_known_before_the_first_step(keeper):
-    assert keeper.update().loss is None
-    keeper.loss_meter.add(torch.tensor(8.5))
-    assert dict(describe_status(keeper.update()))["Local loss"] == "8.500, 8.500 at first"
-
-
 def test_round_that_runs_is_named():
     status = make_status(step=9, next_step=11, seconds_to_next=17.0)
     assert dict(describe_status(status))["Next step"].startswith("averaging #10; then #11 in 17 s: 800 of 4,096")
@@ -232,12 +218,9 @@ def test_round_that_runs_is_named():
 
 @pytest.mark.parametrize(("seconds", "words"), [(45, "45 s"), (1500, "25 min"), (11_000, "3 hours")])
 def test_thanks_name_the_trainer_and_its_time(seconds, words):
-    now = time.time()
-    status = make_status(time=now, started_at=now - seconds)
-    assert (
-        describe_contribution(status)
-        == f"Thank you, {status.name}! You contributed 980 samples to 38 global steps in {words}"
-    )
+    status = make_status(time=time.time(), started_at=time.time() - seconds)
+    given = f"You contributed 980 samples to 38 global steps in {words}"
+    assert describe_contribution(status) == f"Thank you, {status.name}! {given}"
 
 
 # Whether a trainer runs

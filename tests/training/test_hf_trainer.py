@@ -30,31 +30,41 @@ from tests.support.fakes import FakeTask, make_batch
 from tests.support.models import build_model
 from tests.support.swarm import CONFIG
 
-NO_EXTRAS = {"max_grad_norm": 0.0, "remove_unused_columns": False, "disable_tqdm": True, "save_strategy": "no"}
 
-
-def build_trainer(folder: Path, sampler: PeerSampler | None = None, **options) -> CollaborativeTrainer:
-    """Build a trainer of eight samples, whose optimizer changes nothing.
+def build_trainer(
+    folder: Path, sampler=None, *, model=None, samples=None, task=None, **options
+) -> CollaborativeTrainer:
+    """Build a trainer of eight samples, whose optimizer changes nothing. It records its gradients and micro-batches.
 
     :param sampler: orders the samples, of which there may be another number
     :param options: of TrainingArguments
     """
     sampler = sampler or PeerSampler(range(8), "peer", 0)
-    dataset = Dataset.from_dict({name: values.tolist() for name, values in make_batch(size=sampler.length).items()})
+    batch = make_batch(size=sampler.length)
     options = {
-        "per_device_train_batch_size": 8, "report_to": "none", "use_cpu": True, "max_steps": 1, **NO_EXTRAS, **options,
+        "per_device_train_batch_size": 8, "report_to": "none", "use_cpu": True, "max_steps": 1, "max_grad_norm": 0.0,
+        "remove_unused_columns": False, "disable_tqdm": True, "save_strategy": "no", **options,
     }  # fmt: skip
-    model = build_model(CONFIG, "run").to("cpu" if options["use_cpu"] else "cuda")
-    optimizer = SGD(model.parameters(), lr=0.0)
-    return CollaborativeTrainer(
+    model = (model or build_model(CONFIG, "run")).to("cpu" if options["use_cpu"] else "cuda")
+    trainer = CollaborativeTrainer(
         model=model,
         args=TrainingArguments(output_dir=str(folder), **options),
-        samples=dataset,
-        task=FakeTask(),
-        optimizer=optimizer,
+        samples=samples or Dataset.from_dict({name: values.tolist() for name, values in batch.items()}),
+        task=task or FakeTask(),
+        optimizer=SGD(model.parameters(), lr=0.0),
         sampler=sampler,
         loss_meter=LossMeter(),
     )
+    trainer.gradients, trainer.losses = [], []
+
+    def record(*_) -> None:
+        trainer.gradients.append(
+            torch.cat([p.grad.flatten().clone() for p in model.parameters() if p.grad is not None])
+        )
+        trainer.losses.append(trainer.loss_meter.pop())
+
+    trainer.optimizer.register_step_pre_hook(record)
+    return trainer
 
 
 def train_one_step(tmp_path, batch_size: int, accumulation: int) -> tuple[float, torch.Tensor]:
@@ -62,19 +72,16 @@ def train_one_step(tmp_path, batch_size: int, accumulation: int) -> tuple[float,
     trainer = build_trainer(
         tmp_path, per_device_train_batch_size=batch_size, gradient_accumulation_steps=accumulation, logging_steps=1
     )
-    gradients, meter = [], trainer.loss_meter
-    trainer.optimizer.register_step_pre_hook(
-        lambda *_: gradients.append(torch.cat([p.grad.flatten().clone() for p in trainer.model.parameters()]))
-    )
     trainer.train()
-    loss, mini_steps = meter.pop()
+    ((loss, mini_steps),) = trainer.losses
     assert mini_steps == accumulation
     logged = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
     assert logged == pytest.approx(loss / mini_steps, rel=1e-3)
-    return loss / mini_steps, gradients[0]
+    return loss / mini_steps, trainer.gradients[0]
 
 
-def test_accumulation_changes_neither_loss_nor_gradients(tmp_path):
+def test_accumulation_changes_neither_loss_nor_gradients(tmp_path, monkeypatch):
+    monkeypatch.setattr(Accelerator, "clip_grad_norm_", lambda *_, **__: pytest.fail("computed for the log alone"))
     loss_of_one, gradients_of_one = train_one_step(tmp_path, batch_size=8, accumulation=1)
     loss_of_four, gradients_of_four = train_one_step(tmp_path, batch_size=2, accumulation=4)
     assert loss_of_one == pytest.approx(math.log(1000) + math.log(2), rel=0.03)
@@ -82,22 +89,10 @@ def test_accumulation_changes_neither_loss_nor_gradients(tmp_path):
     assert torch.allclose(gradients_of_one, gradients_of_four, atol=1e-6)
 
 
-def test_no_norm_of_a_local_gradient_is_computed(tmp_path, monkeypatch):
-    monkeypatch.setattr(Accelerator, "clip_grad_norm_", lambda *_, **__: pytest.fail("computed for the log alone"))
-    train_one_step(tmp_path, batch_size=8, accumulation=1)
-
-
-def order(peer_id: str = "peer", seed: int = 42, passes: int = 1) -> list[list[int]]:
-    sampler = PeerSampler(range(100), peer_id, seed)
-    return [list(sampler) for _ in range(passes)]
-
-
-def test_same_peer_sees_the_same_order_again_and_two_peers_do_not():
-    assert order() == order()
-    assert order() != order(peer_id="another")
-    assert order() != order(seed=43)
-    first, second = order(passes=2)
-    assert first != second and sorted(first) == sorted(second) == list(range(100))
+def test_same_seed_gives_the_same_order_and_another_one_does_not():
+    """Peers and passes are in tests/data/test_shards.py."""
+    one, same, other = (list(PeerSampler(range(100), "peer", seed)) for seed in (42, 42, 43))
+    assert one == same != other
 
 
 @pytest.mark.parametrize(
@@ -111,31 +106,22 @@ def test_pass_is_a_multiple_of_a_local_step(length, batch_size_per_step, expecte
     assert max(counts) - min(counts) <= 1, "none is left out for another that comes twice"
 
 
-@pytest.mark.parametrize("length", [10, 6], ids=["a micro-batch too many", "fewer than a local step has"])
-def test_each_local_step_has_all_its_micro_batches(tmp_path, length):
-    """Over three passes, with steps of four micro-batches of two."""
-    sampler, micro_batches = PeerSampler(range(length), "peer", 0, batch_size_per_step=8), []
+@pytest.mark.parametrize(
+    ("length", "position", "steps", "passes"),
+    [(10, None, 3, 2), (6, None, 3, 2), (32, "[2, 24, 32, 1]", 5, 3)],
+    ids=["a micro-batch too many", "fewer than a local step has", "resumes in a pass"],
+)
+def test_each_local_step_has_all_its_micro_batches(tmp_path, length, position, steps, passes):
+    """Steps have four micro-batches of two. The Trainer ends after two passes, as it counts them, in the last case."""
+    if position is not None:
+        (tmp_path / "samples.json").write_text(position, encoding="utf-8")
+    sampler = PeerSampler(range(length), "peer", 0, batch_size_per_step=8, path=tmp_path / "samples.json")
     trainer = build_trainer(
-        tmp_path, sampler, per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=3,
-        dataloader_drop_last=True,
+        tmp_path, sampler, per_device_train_batch_size=2, gradient_accumulation_steps=4,
+        max_steps=6 if position else 3, dataloader_drop_last=True,
     )  # fmt: skip
-    trainer.optimizer.register_step_pre_hook(lambda *_: micro_batches.append(trainer.loss_meter.pop()[1]))
     trainer.train()
-    assert micro_batches == [4, 4, 4]
-
-
-def test_trainer_that_resumes_in_a_pass_goes_on_with_the_next_one(tmp_path):
-    path, micro_batches = tmp_path / "samples.json", []
-    path.write_text("[2, 24, 32, 1]", encoding="utf-8")
-    sampler = PeerSampler(range(32), "peer", 0, batch_size_per_step=8, path=path)
-    trainer = build_trainer(
-        tmp_path, sampler, per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=6,
-        dataloader_drop_last=True,
-    )  # fmt: skip
-    trainer.optimizer.register_step_pre_hook(lambda *_: micro_batches.append(trainer.loss_meter.pop()[1]))
-    trainer.train()
-    # One step of this pass and four of the next: here the Trainer ends after two passes, as it counts them.
-    assert micro_batches == [4] * 5 and sampler.passes == 3
+    assert [mini_steps for _, mini_steps in trainer.losses] == [4] * steps and sampler.passes == passes
 
 
 def test_loss_meter_skips_what_is_not_finite():
@@ -152,7 +138,6 @@ def test_precision_without_a_gpu(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="--fp16"):
         autocast_dtype(LocalTrainingArguments(fp16=True))
     assert autocast_dtype(LocalTrainingArguments()) is None
-    assert autocast_dtype(LocalTrainingArguments(bf16=True)) == torch.bfloat16
     args = build_training_arguments(LocalTrainingArguments(bf16=True, output_dir=str(tmp_path)), "peer")
     assert args.bf16 and args.device.type == "cpu"
 
@@ -213,10 +198,9 @@ def train_on_devices(tmp_path, device: str = "cpu", **options) -> tuple[float, l
     :returns: the loss, and the threads and precisions of the calls of one layer
     """
     trainer = build_trainer(tmp_path, per_device_train_batch_size=4, use_cpu=device == "cpu", **options)
-    model, meter = trainer.model.model, trainer.loss_meter
-    calls = record_precision(model.predictions.dense)
+    calls = record_precision(trainer.model.model.predictions.dense)
     trainer.train()
-    return meter.pop()[0], calls
+    return trainer.losses[0][0], calls
 
 
 def test_two_devices_compute_in_the_requested_precision(tmp_path, monkeypatch):
@@ -241,23 +225,25 @@ class Attribute(Task):
 def test_any_task_trains_on_one_device_or_two(tmp_path, monkeypatch, num_devices):
     if num_devices == 2:
         use_two_fake_devices(monkeypatch)
-    samples = TensorDataset(torch.arange(8.0).view(8, 1), torch.ones(8, 1))
     model = torch.nn.ModuleDict({"head": torch.nn.Linear(1, 1)})
     model.head = model["head"]
     torch.nn.init.zeros_(model.head.weight)
     torch.nn.init.zeros_(model.head.bias)
-    optimizer = SGD(model.parameters(), lr=0.0)
-    options = {"per_device_train_batch_size": 4 // num_devices, "gradient_accumulation_steps": 2, "max_steps": 1}
-    trainer = CollaborativeTrainer(
-        model=model, args=TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", **NO_EXTRAS, **options),
-        samples=samples, optimizer=optimizer, task=Attribute(),
-        sampler=PeerSampler(range(8), "peer", 0), loss_meter=LossMeter(),
-    )  # fmt: skip
-    gradients = []
-    trainer.optimizer.register_step_pre_hook(lambda *_: gradients.append(model.head.weight.grad.clone()))
+    samples, options = (
+        TensorDataset(torch.arange(8.0).view(8, 1), torch.ones(8, 1)),
+        {"gradient_accumulation_steps": 2},
+    )
+    trainer = build_trainer(
+        tmp_path,
+        model=model,
+        samples=samples,
+        task=Attribute(),
+        per_device_train_batch_size=4 // num_devices,
+        **options,
+    )
     trainer.train()
-    assert trainer.loss_meter.pop() == (2.0, 2)
-    assert gradients[0].item() == pytest.approx(-2 * 3.5), "the mean over all eight samples"
+    assert trainer.losses == [(2.0, 2)]
+    assert trainer.gradients[0][0].item() == pytest.approx(-2 * 3.5), "the mean over all eight samples"
 
 
 def test_gradient_checkpointing_recomputes_in_the_same_precision(monkeypatch):
