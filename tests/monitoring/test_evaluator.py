@@ -3,6 +3,7 @@
 import math
 import re
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -10,11 +11,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from cotrain.arguments import DatasetArguments
 from cotrain.monitoring.evaluation import EvaluationLoop, Evaluator
 from cotrain.task import Task
-from cotrain.tasks import task_loading as tasks
-from cotrain.tasks.task_loading import load_task
 from cotrain.tasks.text import measure
 from peerstep import records as dht_records
 from peerstep.clock import run_time
@@ -52,24 +50,6 @@ def test_accuracy_counts_what_is_to_be_predicted():
     assert accuracy == (0.5, 2)
 
 
-@pytest.fixture
-def evaluate(data):
-    """Return a function that evaluates a new model on the prepared data."""
-    dataset_args = DatasetArguments(
-        model_name_or_path=str(data / "config.json"),
-        tokenizer_path=str(data / "tokenizer"),
-        dataset_path=str(data / "dataset"),
-    )
-    task = load_task(dataset_args)
-    model = tasks.build_initial_model(task, "run")
-
-    def evaluate(should_stop=lambda: False, **options):
-        evaluator = Evaluator(task, should_stop, EvaluatorArguments(use_cpu=True, **options))
-        return evaluator.evaluate(model, step=1), model
-
-    return evaluate
-
-
 class Noise(Task):
     """A task whose metrics are random, and means over other numbers than that of the samples."""
 
@@ -77,31 +57,24 @@ class Noise(Task):
         return list(range(10))
 
     def evaluate(self, model, batch) -> dict:
+        assert not model.training
         values = batch[batch > 4]
         return {"mean": batch.float().mean(), "over_4": (values.sum() / max(1, len(values)), len(values)),
                 "noise": torch.rand(())}  # fmt: skip
 
 
 def test_means_are_over_what_a_task_counts_and_random_numbers_are_the_same_each_time():
-    evaluator = Evaluator(Noise(), bool, EvaluatorArguments(use_cpu=True, per_device_eval_batch_size=3))
-    one, other = (evaluator.evaluate(torch.nn.Linear(1, 1), step=1) for _ in range(2))
-    assert one == other
-    assert (one["mean"], one["over_4"]) == (4.5, 7.0)
+    model = torch.nn.Linear(1, 1)
 
+    def evaluate(batch_size: int = 3, should_stop: Callable[[], bool] = bool, **options) -> dict | None:
+        args = EvaluatorArguments(use_cpu=True, per_device_eval_batch_size=batch_size, **options)
+        return Evaluator(Noise(), should_stop, args).evaluate(model, step=1)
 
-def test_the_same_each_time(evaluate):
-    one, model = evaluate()
-    torch.rand(1)  # a restarted evaluator has another random state
-    again, _ = evaluate()
-    assert one == again
-    for batch_size in (1, 7, 64):  # other tokens are masked
-        other, _ = evaluate(per_device_eval_batch_size=batch_size)
-        assert other["loss"] == pytest.approx(one["loss"], rel=0.01) and other.keys() == one.keys()
-    assert model.training
-    assert one["loss"] == pytest.approx(math.log(500) + math.log(2), rel=0.03)
-    assert one["sop_accuracy"] == pytest.approx(0.5, abs=0.2) and one["mlm_accuracy"] < 0.1
-    assert evaluate(max_eval_samples=10)[0] != one
-    assert evaluate(should_stop=lambda: True)[0] is None
+    one, other = evaluate(), evaluate(batch_size=7)
+    assert one == evaluate() and model.training
+    assert (one["mean"], one["over_4"]) == (other["mean"], other["over_4"]) == (4.5, 7.0)
+    assert evaluate(max_eval_samples=3)["mean"] == 1.0
+    assert evaluate(should_stop=lambda: True) is None
 
 
 @pytest.mark.parametrize(
