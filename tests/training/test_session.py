@@ -5,6 +5,7 @@ A joining trainer waits for the training state if reports show a run, and one By
 
 from collections.abc import Iterator
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -57,63 +58,47 @@ def spoil(session: TrainingSession, value: float = float("nan")) -> None:
         session.model.weight[0, 0] = value
 
 
-@pytest.fixture
-def join(session, clock):
-    """Return a function with which a fresh trainer joins a run.
-
-    It takes the reported steps of the other trainers, and the attempt at which the download of their state, of step 7,
-    succeeds; it returns the number of attempts, and the step after joining.
-    """
-
-    def join(reported: list[int], succeeds_at: int | None = None) -> tuple[int, int]:
-        optimizer, attempts = session.optimizer, []
-
-        def load_state_from_peers() -> bool:
-            attempts.append(None)
-            if len(attempts) == succeeds_at:
-                optimizer.local_epoch = 7
-            return len(attempts) == succeeds_at
-
-        optimizer.load_state_from_peers, optimizer.local_epoch = load_state_from_peers, 0
-        optimizer.tracker = FakeTracker(others=[(step, 1.0) for step in reported])
-        session.args.load_state_timeout = 20.0
-        session.join()
-        return len(attempts), optimizer.local_epoch
-
-    return join
-
-
 @pytest.mark.parametrize(
-    ("reported", "succeeds_at", "expected"),
+    ("reported", "succeeds_at", "num_misfits", "expected"),
     [
-        ([], None, (1, 0)),
-        ([0, 1], None, (1, 0)),
-        ([7, 7], 5, (5, 7)),
-        ([10**6, 0, 1], None, (TrainingSession.MAX_JOIN_ATTEMPTS, 0)),
+        ([], None, 0, (1, 0)),
+        ([0, 1], None, 0, (1, 0)),
+        ([7, 7], 5, 0, (5, 7)),
+        ([10**6, 0, 1], None, 0, (TrainingSession.MAX_JOIN_ATTEMPTS, 0)),
+        ([0], None, 2, (1, 0)),
+        ([], None, 2, "the 2 trainers of this run have another model"),
+        ([7, 9], None, 0, "2 trainers of this run are at step #7 or later.*--load_state_timeout"),
     ],
-    ids=["first trainer", "the others begin, too", "failed downloads are tried again", "one Byzantine peer"],
-)
-def test_trainer_joins(join, reported, succeeds_at, expected):
-    assert join(reported, succeeds_at) == expected
+    ids=[
+        "first trainer", "the others begin, too", "failed downloads are tried again", "one Byzantine peer",
+        "trainers of another model keep nobody out", "only trainers of another model", "no state of a run",
+    ],
+)  # fmt: skip
+def test_trainer_joins(session, clock, monkeypatch, reported, succeeds_at, num_misfits, expected):
+    """A trainer that would start from scratch beside the run, and look as if it took part, ends with one line.
 
+    :param reported: steps of the other trainers
+    :param succeeds_at: attempt at which the download of their state, of step 7, succeeds
+    :param expected: attempts, and the step after joining; or the error
+    """
+    optimizer, attempts = session.optimizer, []
 
-def test_trainer_that_cannot_get_the_state_of_a_run_ends_with_one_line(join):
-    """Otherwise the trainer would start from scratch beside the run."""
-    with pytest.raises(UserError, match="2 trainers of this run are at step #7 or later") as error:
-        join([7, 9])
-    assert "--load_state_timeout" in str(error.value) and "\n" not in str(error.value)
+    def load_state_from_peers() -> bool:
+        attempts.append(None)
+        if len(attempts) == succeeds_at:
+            optimizer.local_epoch = 7
+        return len(attempts) == succeeds_at
 
-
-def test_trainer_of_another_model_ends_with_one_line(join, monkeypatch):
-    """Otherwise it would train from scratch beside the run, and look as if it took part."""
-    monkeypatch.setattr(FakeTracker, "num_misfits", 2)
-    with pytest.raises(UserError, match="the 2 trainers of this run have another model"):
-        join([])
-
-
-def test_reports_of_another_model_keep_nobody_out_of_a_run(join, monkeypatch):
-    monkeypatch.setattr(FakeTracker, "num_misfits", 2)
-    assert join([0]) == (1, 0)
+    optimizer.load_state_from_peers, optimizer.local_epoch = load_state_from_peers, 0
+    optimizer.tracker = FakeTracker(others=[(step, 1.0) for step in reported])
+    optimizer.tracker.num_misfits, session.args.load_state_timeout = num_misfits, 20.0
+    if isinstance(expected, tuple):
+        session.join()
+        assert (len(attempts), optimizer.local_epoch) == expected
+    else:
+        with pytest.raises(UserError, match=expected) as error:
+            session.join()
+        assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -154,10 +139,8 @@ def test_peer_without_a_name_gets_one_from_its_id(tmp_path):
 
 def test_two_steps_within_one_local_step_are_both_reported(session):
     """Their samples were used in training, but the report of the first step was missing."""
-    session.optimizer.local_epoch, session.steps = (
-        11,
-        [StepRecord(10, Outcome.AVERAGED, 64), StepRecord(11, Outcome.ALONE, 32)],
-    )
+    session.optimizer.local_epoch = 11
+    session.steps += [StepRecord(10, Outcome.AVERAGED, 64), StepRecord(11, Outcome.ALONE, 32)]
     for loss in (2.0, 4.0):
         session.loss_meter.add(torch.tensor(loss))
     assert session.after_local_step()
@@ -168,11 +151,13 @@ def test_two_steps_within_one_local_step_are_both_reported(session):
 
 def test_step_takes_two_records(session):
     """Each is sent to five nodes."""
-    stored = []
-    session.peer.dht.store = lambda key, *_args, **_options: stored.append(key)
+    session.peer.dht.store = Mock()
     session.steps = [StepRecord(10, Outcome.AVERAGED, 64)]
     assert session.after_local_step()
-    assert sorted(stored) == ["run_metrics", "run_trainers"]
+    assert sorted(stored.args[0] for stored in session.peer.dht.store.call_args_list) == [
+        "run_metrics",
+        "run_trainers",
+    ]
 
 
 def test_checkpoint_is_saved_every_so_many_global_steps(session, monkeypatch):
@@ -195,11 +180,10 @@ def test_global_step_ends_a_series_of_recoveries(session):
 
 
 def test_trainer_that_is_asked_to_stop_says_goodbye(session):
-    said = []
-    session.optimizer.say_goodbye = lambda: said.append("goodbye")
-    assert session.after_local_step() and not said
+    session.optimizer.say_goodbye = Mock()
+    assert session.after_local_step() and not session.optimizer.say_goodbye.called
     session.should_stop = lambda: True
-    assert not session.after_local_step() and said == ["goodbye"]
+    assert not session.after_local_step() and session.optimizer.say_goodbye.called
 
 
 @pytest.mark.parametrize("is_initial_peer", [True, False], ids=["initial peer", "organiser"])
@@ -233,25 +217,15 @@ def test_trainer_leaves_when_the_monitors_have_saved_the_last_step(
     assert ("No monitor has saved step #9 yet" in caplog.text) == (num_reads is None)
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_trainer_waits_until_its_last_step_is_stored(session, fails):
+@pytest.mark.parametrize("error", [None, TimeoutError])
+def test_trainer_waits_until_its_last_step_is_stored(session, error):
     """All peers leave in the evening: the DHT asks some that are gone, and the trainer ended before it was done."""
-    calls = []
-
-    def wait(timeout: float) -> None:
-        calls.append(timeout)
-        if fails:
-            raise TimeoutError
-
-    def store(key, value, expiration_time, subkey, return_future):
-        calls.append((key, value["history"][-1][0], subkey))
-        return SimpleNamespace(result=wait)
-
-    session.peer = SimpleNamespace(dht=SimpleNamespace(**{**vars(FAKE_PEER.dht), "store": store}), public_key=b"key")
-    values = {"samples_per_second": 1.0, "samples_accumulated": 8, "loss": 3.0, "mini_steps": 1}
-    session.history.append(LocalMetrics(step=9, **values))
+    session.peer.dht.store = Mock(**{"return_value.result.side_effect": error})
+    session.history.append(LocalMetrics(step=9, samples_per_second=1.0, samples_accumulated=8, loss=3.0, mini_steps=1))
     session.leave()
-    assert calls == [("run_trainers", 9, b"key"), session.MAX_STORE_SECONDS]
+    (stored,) = session.peer.dht.store.call_args_list
+    assert stored.args[0] == "run_trainers" and stored.args[1]["history"][-1][0] == 9
+    session.peer.dht.store.return_value.result.assert_called_once_with(timeout=session.MAX_STORE_SECONDS)
 
 
 @pytest.mark.parametrize(("num_peers", "num_clients", "warns"), [(1, 1, False), (2, 1, False), (2, 2, True)])
