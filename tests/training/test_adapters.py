@@ -5,6 +5,7 @@ import shutil
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
@@ -77,26 +78,20 @@ def change(model: torch.nn.Module) -> None:
 
 
 def test_only_adapters_are_trained_and_the_base_keeps_its_precision(prepared, base):
+    """They begin equal on all peers, and change nothing."""
     model, stored = build(arguments(prepared, base)), load_file(base / "model.safetensors")
+    assert all(map(torch.equal, model.parameters(), build(arguments(prepared, base)).parameters()))
+    expected = AutoModelForCausalLM.from_pretrained(base, dtype="auto")(input_ids=tokens()).logits
+    assert model(input_ids=tokens()).logits.equal(expected)
     trained = [p for group in build_param_groups(model, 0.01) for p in group["params"]]
     names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert all("lora_" in name for name in names) and len(trained) == len(names) == 2 * 2 * 7
     assert {parameter.dtype for parameter in trained} == {torch.float32}
+    model(input_ids=tokens(), labels=tokens()).loss.backward()
+    torch.optim.AdamW(trained, 0.1).step()
     frozen = {name.removeprefix("base_model.model.").replace(".base_layer", ""): parameter
               for name, parameter in model.named_parameters() if not parameter.requires_grad}  # fmt: skip
     assert frozen.keys() == stored.keys() and all(frozen[name].equal(stored[name]) for name in stored)
-    optimizer = torch.optim.AdamW(trained, 0.1)
-    model(input_ids=tokens(), labels=tokens()).loss.backward()
-    optimizer.step()
-    assert all(frozen[name].equal(stored[name]) for name in stored)
-
-
-def test_adapters_begin_equal_on_all_peers_and_change_nothing(prepared, base):
-    one, two = build(arguments(prepared, base)), build(arguments(prepared, base))
-    pairs = zip(one.named_parameters(), two.parameters(), strict=True)
-    assert all(parameter.equal(other) for (_, parameter), other in pairs)
-    expected = AutoModelForCausalLM.from_pretrained(base, dtype="auto")(input_ids=tokens()).logits
-    assert one(input_ids=tokens()).logits.equal(expected)
 
 
 def test_checkpoint_of_a_monitor_without_the_base_is_the_trainers_model(prepared, base, tmp_path):
@@ -190,14 +185,6 @@ def test_all_is_read_from_one_commit(prepared, base, tmp_path, monkeypatch):
     assert (saved["base_model_name_or_path"], saved["revision"]) == ("me/model", "abc123")
 
 
-def refusal(kind: type) -> Exception:
-    response = SimpleNamespace(status_code=403, headers={}, request=SimpleNamespace(url="x", method="GET"), text="")
-    error = kind.__new__(kind)
-    Exception.__init__(error, "refused")
-    error.response = response
-    return error
-
-
 @pytest.mark.parametrize(
     ("kind", "line"),
     [
@@ -206,13 +193,9 @@ def refusal(kind: type) -> Exception:
     ],
 )
 def test_hub_says_in_one_line_why_weights_are_not_given(prepared, base, monkeypatch, kind, line):
-    def fail(*_, **__):
-        try:
-            raise refusal(kind)
-        except Exception as error:
-            raise OSError("You are trying to access\na gated repo") from error
-
-    config = LlamaConfig.from_pretrained(base)
+    error = OSError("You are trying to access\na gated repo")
+    error.__cause__ = kind("refused", response=SimpleNamespace(status_code=403, headers={}, request=None))
+    config, fail = LlamaConfig.from_pretrained(base), Mock(side_effect=error)
     args = arguments(prepared, "me/model", model_revision="abc")
     args.adopted = {"model_name_or_path"}
     monkeypatch.setattr(pretrained, "_announce_size", lambda _args: None)
@@ -224,25 +207,33 @@ def test_hub_says_in_one_line_why_weights_are_not_given(prepared, base, monkeypa
         assert "\n" not in str(refused.value)
 
 
+def save(args: ModelArguments, folder: Path) -> Path:
+    """Save a checkpoint with new adapters."""
+    load_task(args).save_pretrained(build(args), folder)
+    return folder
+
+
+def change_fields(path: Path, **fields) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | fields), encoding="utf-8")
+
+
 @pytest.mark.parametrize("content", ["{", "[]", '{"peft_type": "FOO"}', '{"peft_type": "LORA"}', "weights"])
 def test_adapters_of_a_stranger_are_refused_in_one_line(prepared, base, tmp_path, content):
-    args = arguments(prepared, base)
-    load_task(args).save_pretrained(build(args), tmp_path / "checkpoint")
-    assert not (tmp_path / "checkpoint/README.md").exists()
+    folder = save(arguments(prepared, base), tmp_path / "checkpoint")
+    assert not (folder / "README.md").exists()
     if content == "weights":
-        save_file({}, tmp_path / "checkpoint/adapter_model.safetensors")
+        save_file({}, folder / "adapter_model.safetensors")
     else:
-        (tmp_path / "checkpoint/adapter_config.json").write_text(content, encoding="utf-8")
+        (folder / "adapter_config.json").write_text(content, encoding="utf-8")
     with pytest.raises(UserError, match="CHECKPOINT: the (adapters in|weights of) '.*' cannot be read"):
-        load_checkpoint(tmp_path / "checkpoint")
+        load_checkpoint(folder)
 
 
 @pytest.mark.parametrize("has_weights", [True, False])
 def test_quantized_base_is_refused(prepared, base, has_weights):
     """Its scales would be left out. A monitor, which reads no weights, refuses it too."""
-    fields = json.loads((base / "config.json").read_text(encoding="utf-8"))
-    fields["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    (base / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    change_fields(base / "config.json", quantization_config=quantization)
     with pytest.raises(UserError, match=r"--model_name_or_path: the weights of '.*' are quantized: pass"):
         build(arguments(prepared, base), has_weights=has_weights)
     load_task(arguments(prepared, base, lora_rank=None))  # its shape alone
@@ -250,40 +241,39 @@ def test_quantized_base_is_refused(prepared, base, has_weights):
 
 def test_adapters_whose_base_is_elsewhere_say_so(prepared, base, tmp_path):
     """A friend gets the checkpoint, and has the base in another folder."""
-    load_task(arguments(prepared, base)).save_pretrained(build(arguments(prepared, base)), tmp_path / "checkpoint")
+    folder = save(arguments(prepared, base), tmp_path / "checkpoint")
     base.rename(tmp_path / "moved")
     with pytest.raises(UserError, match="their base is not at '.*/base': copy it there, or write its path in adapter"):
-        load_checkpoint(tmp_path / "checkpoint")
-    config = tmp_path / "checkpoint/adapter_config.json"
-    fields = json.loads(config.read_text(encoding="utf-8")) | {"base_model_name_or_path": str(tmp_path / "moved")}
-    config.write_text(json.dumps(fields), encoding="utf-8")
-    load_checkpoint(tmp_path / "checkpoint")
+        load_checkpoint(folder)
+    change_fields(folder / "adapter_config.json", base_model_name_or_path=str(tmp_path / "moved"))
+    load_checkpoint(folder)
 
 
 @pytest.mark.parametrize("has_base", [True, False])
 def test_base_with_adapters_beside_it_is_refused(prepared, base, tmp_path, has_base):
     """transformers would load them, and peft would replace them by new ones."""
-    args = arguments(prepared, base)
-    load_task(args).save_pretrained(build(args), base if has_base else tmp_path / "checkpoint")
+    folder = save(arguments(prepared, base), base if has_base else tmp_path / "checkpoint")
     with pytest.raises(UserError, match=r"--model_name_or_path: '.*' has adapters: merge or remove them"):
-        build(arguments(prepared, base if has_base else tmp_path / "checkpoint"))
+        build(arguments(prepared, folder))
 
 
-def test_wrong_flags_are_refused(prepared, base):
-    with pytest.raises(UserError, match="--lora_targets: the model has no layer 'v_prj'; pass"):
-        build(arguments(prepared, base, lora_targets="q_proj, v_prj"))
-    with pytest.raises(UserError, match="--lora_targets also needs --lora_rank"):
-        arguments(prepared, base, lora_rank=None, lora_targets="q_proj")
-    with pytest.raises(UserError, match="--lora_rank is for language models"):
-        arguments(prepared, base, task=__file__)
-    LlamaModel.from_pretrained(base).save_pretrained(base)
-    with pytest.raises(UserError, match=r"--lora_rank: the model at .* lacks weights \(lm_head.weight\)"):
-        build(arguments(prepared, base))
-    with pytest.raises(UserError, match="--load_in_4bit also needs --lora_rank"):
-        arguments(prepared, base, lora_rank=None, load_in_4bit=True)
-    if not torch.cuda.is_available():
-        with pytest.raises(UserError, match="--load_in_4bit needs a GPU"):
-            build(arguments(prepared, base, load_in_4bit=True))
+@pytest.mark.parametrize(
+    ("flags", "fault"),
+    [
+        ({"lora_targets": "q_proj, v_prj"}, "--lora_targets: the model has no layer 'v_prj'; pass"),
+        ({"lora_rank": None, "lora_targets": "q_proj"}, "--lora_targets also needs --lora_rank"),
+        ({"task": __file__}, "--lora_rank is for language models"),
+        ({"lora_rank": None, "load_in_4bit": True}, "--load_in_4bit also needs --lora_rank"),
+        ({"load_in_4bit": True}, "--load_in_4bit needs a GPU"),
+        ({}, r"--lora_rank: the model at .* lacks weights \(lm_head.weight\)"),
+    ],
+)
+def test_wrong_flags_are_refused(prepared, base, monkeypatch, flags, fault):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    if not flags:
+        LlamaModel.from_pretrained(base).save_pretrained(base)
+    with pytest.raises(UserError, match=fault):
+        build(arguments(prepared, base, **flags))
 
 
 def test_activations_are_counted_without_weights(prepared, base):

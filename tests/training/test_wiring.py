@@ -1,6 +1,7 @@
 """Each flag of a run reaches the object that it is for."""
 
 import contextlib
+from collections import ChainMap
 from types import SimpleNamespace
 
 import pytest
@@ -48,50 +49,43 @@ class Received(SimpleNamespace):
 
 
 @pytest.fixture
-def built(monkeypatch) -> SimpleNamespace:
-    """The trainer's optimizer with and without local updates, and an observer."""
+def built(monkeypatch) -> dict[str, ChainMap]:
+    """The attributes of the trainer's optimizer and its parts with and without local updates, and of an observer."""
     for name in ("TrainingStateAverager", "RoundAverager", "ProgressTracker", "GradientAccumulator", "LocalTraining"):
         monkeypatch.setattr(optimizer_module, name, Received)
     monkeypatch.setattr(builders, "TrainingStateAverager", Received)
-    found, model = SimpleNamespace(), torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
+    monkeypatch.setattr(builders, "supervise", lambda *_args, **_options: contextlib.nullcontext())
+    found, model = {}, torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
     for name, local_updates in (("local", True), ("plain", False)):
-        hyperparameters = {**HYPERPARAMETERS, "local_updates": local_updates}
-        training = LocalTrainingArguments(**hyperparameters)
+        training = LocalTrainingArguments(**{**HYPERPARAMETERS, "local_updates": local_updates})
         collaboration = CollaborationArguments(run_id="run", **COLLABORATION)
         args = TrainerArguments(training, None, collaboration, ProgressTrackerArguments(**TRACKER))
         optimizer = builders.build_optimizer(model, FAKE_PEER, 8, args)
-        vars(found)[name] = SimpleNamespace(
-            **{
-                name: value
-                for part in (optimizer, optimizer.coordinator, optimizer.state_averager, optimizer.grad_averager)
-                for name, value in vars(part).items()
-            }
-        )
-        vars(found)[name].max_norm, vars(found)[name].training = optimizer.accumulator.max_norm, optimizer.accumulator
-        vars(found)[name].tracker_args = vars(optimizer.tracker.args[3])
-    monkeypatch.setattr(builders, "supervise", lambda *_args, **_options: contextlib.nullcontext())
-    with builders.open_observer(model, FAKE_PEER, "run", training, download_timeout=70.0) as found.observer:
-        return found
+        parts = optimizer, optimizer.coordinator, optimizer.state_averager, optimizer.grad_averager
+        more = {"max_norm": optimizer.accumulator.max_norm, "training": optimizer.accumulator}
+        more["tracker_args"] = vars(optimizer.tracker.args[3])
+        found[name] = ChainMap(more, *map(vars, reversed(parts)))
+    with builders.open_observer(model, FAKE_PEER, "run", training, download_timeout=70.0) as observer:
+        return {**found, "observer": ChainMap(vars(observer))}
 
 
 def test_hyperparameters_reach_the_optimizer(built):
     """With local updates, the inner optimizer has them, and the outer one is SGD with Nesterov momentum."""
-    groups, build_inner, build_schedule, max_local_grad_norm, *_ = built.local.training.args
+    plain, local, observer = built["plain"], built["local"], built["observer"]
+    groups, build_inner, build_schedule, max_local_grad_norm, *_ = local["training"].args
     inner = build_inner(groups)
-    for lamb in (inner, built.plain.optimizer(built.plain.params), built.observer.optimizer(built.observer.params)):
-        decayed, exempt = lamb.param_groups
-        assert (decayed["weight_decay"], exempt["weight_decay"]) == (0.375, 0.0)
+    for lamb in (inner, plain["optimizer"](plain["params"]), observer["optimizer"](observer["params"])):
+        assert [group["weight_decay"] for group in lamb.param_groups] == [0.375, 0.0]
         for group in lamb.param_groups:
             assert (group["lr"], group["betas"], group["eps"]) == (0.25, (0.5, 0.75), 0.125)
         assert lamb.clamp_value == 3.0 and not lamb.debias
-    outer = built.local.optimizer(built.local.params)
-    assert built.local.scheduler is None and max_local_grad_norm == 0.625
-    for group in outer.param_groups:
+    assert local["scheduler"] is None and max_local_grad_norm == 0.625
+    for group in local["optimizer"](local["params"]).param_groups:
         assert (group["lr"], group["momentum"], group["nesterov"], group["weight_decay"]) == (0.3125, 0.4375, True, 0)
-    for schedule in (built.plain.scheduler, build_schedule):
-        (rate, *_) = [function(4) for function in schedule(inner).lr_lambdas]
-        assert rate == 0.5, "of step 5, in the middle of the warm-up"
-        assert schedule(inner).lr_lambdas[0](505) == 0.5, "in the middle of the decay"
+    for schedule in (plain["scheduler"], build_schedule):
+        (factor, *_) = schedule(inner).lr_lambdas
+        assert factor(4) == 0.5, "of step 5, in the middle of the warm-up"
+        assert factor(505) == 0.5, "in the middle of the decay"
 
 
 BOTH = ("plain", "local")
@@ -127,7 +121,7 @@ TABLE = [
 @pytest.mark.parametrize(("flag", "objects", "attribute", "expected"), TABLE)
 def test_flag_reaches_what_it_is_for(built, flag, objects, attribute, expected):
     for name in objects:
-        value = getattr(getattr(built, name), attribute)
+        value = built[name][attribute]
         if isinstance(value, CompressionBase):
             value = next(name for name, cls in COMPRESSIONS.items() if type(value) is cls)
         assert value == expected, (flag, name)
