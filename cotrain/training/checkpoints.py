@@ -26,7 +26,7 @@ from peerstep.state_layout import all_finite
 
 logger = get_logger(__name__)
 
-STATE_FILE, UNSENT_FILE = "training_state.pt", "unsent_updates.pt"
+STATE_FILE = "training_state.pt"
 _FORMAT = 2
 _CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 
@@ -55,7 +55,7 @@ def load_training_state(path: Path, run_id: str) -> SavedState:
         raise ValueError(f"{path} is not a training state of this version")
     if content.get("run_id") != run_id:
         raise ValueError(f"{path} belongs to the run '{content.get('run_id')}', not to '{run_id}'")
-    return SavedState(run_id, content["metadata"], content["tensors"])
+    return SavedState(run_id, content["metadata"], content["tensors"], content.get("unsent"))
 
 
 def save_checkpoint(folder: Path, task: Task, model: torch.nn.Module, state: SavedState, info: dict) -> Path:
@@ -67,11 +67,10 @@ def save_checkpoint(folder: Path, task: Task, model: torch.nn.Module, state: Sav
         task.save_pretrained(model, temporary)
         if not any(temporary.glob("*model*.safetensors")):  # peft's are adapter_model.safetensors
             save_model(model, temporary / "model.safetensors")
-        content = {"format": _FORMAT, "run_id": state.run_id, "metadata": state.metadata}
-        torch.save({**content, "tensors": state.tensors}, temporary / STATE_FILE)
+        content = {"format": _FORMAT, "run_id": state.run_id, "metadata": state.metadata, "tensors": state.tensors}
         if state.unsent is not None:  # in bfloat16, since rounds send 4 bits
-            unsent = [tensor.to("cpu", torch.bfloat16) for tensor in state.unsent]
-            torch.save({**content, "tensors": unsent}, temporary / UNSENT_FILE)
+            content["unsent"] = [tensor.to("cpu", torch.bfloat16) for tensor in state.unsent]
+        torch.save(content, temporary / STATE_FILE)
         description = {"run_id": state.run_id, "step": state.step, **info}
         (temporary / "collaboration.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
     return path
@@ -89,24 +88,15 @@ def restore_newest(folder: Path, run_id: str, averager: TrainingStateAverager) -
         try:
             state = load_training_state(path / STATE_FILE, run_id)
             averager.restore(state.metadata, state.tensors)
-            state.unsent = _load_unsent(path / UNSENT_FILE, state) if (path / UNSENT_FILE).exists() else None
+            parameters = state.tensors[: len(state.tensors) - len(state.metadata["statistics"])]
+            fits = [tensor.shape for tensor in state.unsent or ()] == [parameter.shape for parameter in parameters]
+            if state.unsent is not None and not (fits and all_finite(state.unsent)):
+                logger.warning(f"Resuming {path} without the updates that were not sent: they do not fit the model")
+                state.unsent = None
             return state
         except ValueError as error:
             logger.warning(f"Skipping {path}: {error}")
     return None
-
-
-def _load_unsent(path: Path, state: SavedState) -> list[torch.Tensor] | None:
-    """Load the local updates beside a state; None, with a warning, if they do not fit it."""
-    try:
-        saved = load_training_state(path, state.run_id)
-        parameters = state.tensors[: len(state.tensors) - len(state.metadata["statistics"])]
-        fits = [tensor.shape for tensor in saved.tensors] == [parameter.shape for parameter in parameters]
-        if not fits or saved.metadata != state.metadata or not all_finite(saved.tensors):
-            raise ValueError(f"{path} is of another state, or not finite")
-        return saved.tensors
-    except ValueError as error:
-        logger.warning(f"Resuming without the local updates that were not sent yet: {error}")
 
 
 def rotate_checkpoints(newest: Path, keep: int, keep_hourly: int = 0) -> None:
