@@ -51,17 +51,15 @@ class Contributors:
         self._known: dict[str, Contributor] = {}  # by peer ID, also those that have not contributed yet
         self._file.load(self._parse)
 
-    def __len__(self) -> int:
-        return sum(known.steps > 0 for known in self._known.values())
-
-    def top(self, number: int) -> list[Contributor]:
-        """Return the contributors with the most samples, in descending order."""
+    @property
+    def leaders(self) -> list[Contributor]:
+        """The contributors, in descending order of their samples."""
         leaders = [known for known in self._known.values() if known.steps > 0]
-        return sorted(leaders, key=lambda leader: (-leader.samples, leader.peer_id))[:number]
+        return sorted(leaders, key=lambda leader: (-leader.samples, leader.peer_id))
 
     def _find(self, peer_id: object) -> Contributor:
         if len(self._known) >= 2 * MAX_CONTRIBUTORS:
-            self._known = {leader.peer_id: leader for leader in self.top(MAX_CONTRIBUTORS)}
+            self._known = {leader.peer_id: leader for leader in self.leaders[:MAX_CONTRIBUTORS]}
         return self._known.setdefault(str(peer_id), Contributor(str(peer_id)))
 
     def find_name(self, peer_id: object) -> str:
@@ -89,7 +87,7 @@ class Contributors:
 
     def save(self) -> None:
         """Write contributors.json. A failed write is one warning; the values stay in memory."""
-        contributors = [asdict(contributor) for contributor in self.top(MAX_CONTRIBUTORS)]
+        contributors = [asdict(contributor) for contributor in self.leaders[:MAX_CONTRIBUTORS]]
         self._file.save({"run_id": self.run_id, "step": self.step, "contributors": contributors})
 
     def _parse(self, content: dict) -> None:
@@ -102,11 +100,12 @@ class Contributors:
 
 def build_table(contributors: Contributors) -> list[tuple[int, str, str, int, int]]:
     """Return the rows of the leaderboard, one value for each of TABLE_COLUMNS. Names are plain text of a peer."""
-    leaders = enumerate(contributors.top(100), 1)
+    leaders = enumerate(contributors.leaders[:100], 1)
     return [(place, leader.name, short(leader.peer_id), leader.samples, leader.steps) for place, leader in leaders]
 
 
-def format_leaderboard(contributors: Contributors, number: int = 5) -> str:
+def format_leaderboard(contributors: Contributors) -> str:
     """Return one line for the log."""
-    leaders = [f"{label(leader.name, leader.peer_id)} {leader.samples:,}" for leader in contributors.top(number)]
-    return f"Contributors, by samples: {', '.join(leaders)}; {len(contributors)} in all"
+    leaders = contributors.leaders
+    first = [f"{label(leader.name, leader.peer_id)} {leader.samples:,}" for leader in leaders[:5]]
+    return f"Contributors, by samples: {', '.join(first)}; {len(leaders)} in all"

@@ -67,7 +67,7 @@ def build_card(
     :param initial_peers: addresses through which newcomers join over the internet; empty if there are none
     :param page: address of the run's curves, see `is_page`
     """
-    table = build_table(contributors)
+    leaders, table = contributors.leaders, build_table(contributors)
     return ModelCard.from_template(
         build_card_data(metadata),
         str(Path(__file__).with_suffix(".md")),
@@ -78,9 +78,9 @@ def build_card(
         loss=loss,
         page=page,
         rows=[(place, escape_markdown(name), escape_markdown(peer), *counts) for place, name, peer, *counts in table],
-        samples=sum(leader.samples for leader in contributors.top(len(contributors))),
-        contributors=plural(len(contributors), "contributor"),
-        is_cut=len(table) < len(contributors),
+        samples=sum(leader.samples for leader in leaders),
+        contributors=plural(len(leaders), "contributor"),
+        is_cut=len(table) < len(leaders),
         join_command=shlex.join(["./run_trainer.py", "--initial_peers", *initial_peers]) if initial_peers else None,
         **describe_model(metadata.task),
     )

@@ -160,7 +160,7 @@ class TrainingMonitor:
         checkpoint_step = -1 if self.keeper is None else self.keeper.saved_step
         self._progress_log.update(time.monotonic(), trainers, bool(reports), checkpoint_step)
         self._report(reports, parse_shares(published.values()))
-        self._client_mode_alarm.check(len(trainers), sum(trainer.heartbeat.client_mode for trainer in trainers))
+        self._client_mode_alarm.check([trainer.heartbeat.client_mode for trainer in trainers])
         # Of the trainers that took the newest step: anybody may claim to leave, and each download costs a trainer.
         leaving = [peer in published and published[peer]["leaving"] for peer in self.aggregator.contributors]
         if self.keeper is not None and downloads:
@@ -225,10 +225,11 @@ class TrainingMonitor:
 
     def _show_leaderboard(self, step: int, interval: int) -> None:
         """Log who has contributed most, as often as checkpoints are saved, and at the end."""
-        if step < self._leaders_shown_at + interval or not len(self.contributors):
+        leaders = self.contributors.leaders
+        if step < self._leaders_shown_at + interval or not leaders:
             return
         self._leaders_shown_at = step
-        samples = sum(contributor.samples for contributor in self.contributors.top(len(self.contributors)))
+        samples = sum(leader.samples for leader in leaders)
         logger.info(f"{samples:,} samples in all{self.adviser.estimate_end(step)}")
         logger.info(format_leaderboard(self.contributors))
         self.reporter.report_table("contributors", TABLE_COLUMNS, build_table(self.contributors), step)

@@ -1,8 +1,10 @@
 """Warning about a run whose trainers are all in client mode."""
 
-import time
+from collections.abc import Sequence
 
 from hivemind.utils import get_logger
+
+from cotrain.common.backoff import Backoff
 
 logger = get_logger(__name__)
 
@@ -16,15 +18,14 @@ class ClientModeAlarm:
     PERIOD = 300.0
 
     def __init__(self):
-        self._due_at = float("-inf")  # time.monotonic
+        self._pause = Backoff(self.PERIOD, self.PERIOD)
 
-    def check(self, num_peers: int, num_clients: int) -> None:
-        """Log the warning if it applies to a number of trainers, some of them in client mode, and is due."""
-        if num_peers < 2 or num_clients < num_peers or time.monotonic() < self._due_at:
-            return
-        self._due_at = time.monotonic() + self.PERIOD
-        logger.warning(
-            f"All {num_peers} trainers are in client mode: nobody can download the training state from them, and they "
-            "cannot average with each other. Start one without --client_mode on a machine that other peers can reach, "
-            "such as the monitor's, or with --tunnel or --announce_tunnel"
-        )
+    def check(self, modes: Sequence[bool]) -> None:
+        """Log the warning if it is due for these trainers, whether each of them is in client mode."""
+        if len(modes) > 1 and all(modes) and self._pause.is_over:
+            self._pause.fail()
+            logger.warning(
+                f"All {len(modes)} trainers are in client mode: nobody can download the training state from them, and "
+                "they cannot average with each other. Start one without --client_mode on a machine that other peers "
+                "can reach, such as the monitor's, or with --tunnel or --announce_tunnel"
+            )

@@ -169,8 +169,8 @@ class TrainingSession:
             self._refuse_misfits()
         self._report_steps()
         tracker = self.optimizer.tracker
-        modes = [trainer.client_mode for trainer in (*tracker.other_trainers, tracker.local_progress)]
-        self.client_mode_alarm.check(len(modes), sum(modes))
+        trainers = *tracker.other_trainers, tracker.local_progress
+        self.client_mode_alarm.check([trainer.client_mode for trainer in trainers])
         if self.should_stop():
             self.optimizer.say_goodbye()
             self.optimizer.stop_averaging()  # a round may outlast the shutdown grace period

@@ -27,14 +27,14 @@ def count(folder, *reports: StepReport, names: dict[str, str] | None = None) -> 
 
 
 def table(counted: Contributors) -> list[tuple[str, int, int]]:
-    return [(leader.name, leader.samples, leader.steps) for leader in counted.top(10)]
+    return [(leader.name, leader.samples, leader.steps) for leader in counted.leaders]
 
 
 def test_samples_add_up_by_peer_and_two_of_one_name_stay_two(tmp_path):
     names = {"a": "alice", "b": "bob", "c": "alice"}
     counted = count(tmp_path, make_report(1, a=10, b=5, c=1), make_report(2, a=10, b=30, idle=0), names=names)
     assert table(counted) == [("bob", 35, 2), ("alice", 20, 2), ("alice", 1, 1)]
-    assert len(counted) == 3
+    assert len(counted.leaders) == 3
 
 
 def test_restarted_monitor_counts_each_step_once(tmp_path):
@@ -62,7 +62,7 @@ def test_flood_of_keys_is_bounded_and_keeps_the_largest(tmp_path, monkeypatch):
     counted = count(
         tmp_path, make_report(1, honest=100), make_report(2, **flood), names={str(n): "x" for n in range(50)}
     )
-    assert len(counted) <= 20 and counted.top(1)[0].samples == 100
+    assert len(counted.leaders) <= 20 and counted.leaders[0].samples == 100
     counted.record_names({})
     assert len(counted._known) <= 20
 

@@ -72,7 +72,7 @@ def test_names_of_strangers_are_text_whatever_they_are(tmp_path):
     card = build_card(METADATA, 1, 9.0, contributors, peers, curves)
     page = render(card)
     cells = ["".join(cell.itertext()) for cell in page.iter("td")]
-    assert cells[1::5] == [leader.name for leader in contributors.top(100)]
+    assert cells[1::5] == [leader.name for leader in contributors.leaders[:100]]
     assert "The training loss at this step was 9.0000." in card.text
     tags = {element.tag for element in page.iter()} - {"body"}
     assert tags == {"h1", "h2", "p", "b", "a", "table", "thead", "tbody", "tr", "th", "td", "pre", "code"}

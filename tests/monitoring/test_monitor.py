@@ -133,7 +133,7 @@ def test_monitor_shows_the_leaderboard_as_often_as_it_saves_checkpoints(tmp_path
     for step in range(1, 5):
         publish(stored, step, b"[owner:a]", username="al\ni/<c>e", samples=8)
         monitor.refresh()
-    key = short(monitor.contributors.top(1)[0].peer_id)
+    key = short(monitor.contributors.leaders[0].peer_id)
     columns = ("place", "name", "peer", "samples", "steps")  # trackio and wandb show the cells as plain text
     assert [call.args for call in reporter.report_table.call_args_list] == [
         ("contributors", columns, [(1, "al i/<c>e", key, 8, 1)], 1),
@@ -168,7 +168,7 @@ def test_repeated_steps_get_a_second_line(tmp_path, stored, caplog):
         monitor.refresh()
     assert [record["step"] for record in read_jsonl(tmp_path / "metrics.jsonl")] == [*range(1, 17), *range(15, 19)]
     assert caplog.text.count("reporting from step #15 again") == 1
-    assert [leader.samples for leader in monitor.contributors.top(2)] == [16 * 32, 4 * 32]
+    assert [leader.samples for leader in monitor.contributors.leaders[:2]] == [16 * 32, 4 * 32]
 
 
 # The end

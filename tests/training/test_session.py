@@ -228,12 +228,12 @@ def test_trainer_waits_until_its_last_step_is_stored(session, error):
     session.peer.dht.store.return_value.result.assert_called_once_with(timeout=session.MAX_STORE_SECONDS)
 
 
-@pytest.mark.parametrize(("num_peers", "num_clients", "warns"), [(1, 1, False), (2, 1, False), (2, 2, True)])
-def test_run_of_clients_only_is_warned_about_once(caplog, num_peers, num_clients, warns):
+@pytest.mark.parametrize(("modes", "warns"), [([True], False), ([True, False], False), ([True, True], True)])
+def test_run_of_clients_only_is_warned_about_once(caplog, modes, warns):
     """A lone trainer has no peer to average with."""
     alarm = ClientModeAlarm()
     for _ in range(2):
-        alarm.check(num_peers, num_clients)
+        alarm.check(modes)
     assert caplog.text.count("trainers are in client mode") == warns
 
 
