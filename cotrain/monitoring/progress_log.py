@@ -1,7 +1,7 @@
 """Log lines of a monitor between two global steps: who joined, who left, and the progress towards the next step."""
 
 import statistics
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from hivemind.utils import get_logger
 
@@ -35,7 +35,9 @@ class ProgressLog:
         present = {peer.key for peer in peers}
         for keys, verb in ((present - self._present, "joined"), (self._present - present, "left")):
             if keys:
-                logger.info(f"{self._name(keys)} {verb}; now {plural(len(present), 'trainer')}")
+                names = sorted(map(self.find_name, keys))
+                shown = names[:MAX_NAMED] + [f"{len(names) - MAX_NAMED:,} more"] * (len(names) > MAX_NAMED)
+                logger.info(f"{', '.join(shown)} {verb}; now {plural(len(present), 'trainer')}")
         self._present = present
         step = statistics.median_low(peer.step for peer in peers) if peers else -1
         heartbeats = [peer.heartbeat for peer in peers if peer.heartbeat is not None and peer.step == step]
@@ -64,8 +66,3 @@ class ProgressLog:
             f"Accumulated {samples:,} of {self.target_batch_size:,} samples for step #{step + 1} from "
             f"{plural(len(peers), 'trainer')}; {outlook}"
         )
-
-    def _name(self, keys: Collection[bytes]) -> str:
-        names = sorted(self.find_name(key) for key in keys)
-        rest = len(names) - MAX_NAMED
-        return ", ".join(names[:MAX_NAMED] + ([f"{rest:,} more"] if rest > 0 else []))

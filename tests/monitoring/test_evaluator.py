@@ -1,7 +1,6 @@
-"""The evaluator: correct values, and no influence on the trainers."""
+"""The evaluator: correct values, and when they are due. Real ones run in tests/scripts, beside rounds of trainers."""
 
 import math
-import re
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ from run_evaluator import EvaluatorArguments
 from tests.support.dht_records import heartbeat
 from tests.support.fakes import make_batch, make_text_task
 from tests.support.models import build_model
-from tests.support.peers import LONG_STEPS, TINY_CONFIGS, join_together, make_identity, read_jsonl, wait_until
+from tests.support.peers import TINY_CONFIGS
 
 
 @pytest.mark.parametrize("is_broken", [False, True])
@@ -115,37 +114,3 @@ def test_when_an_evaluation_is_due(evaluated, epochs, options, is_due, monkeypat
     loop._next_time = time.monotonic() + options.get("evaluation_interval", 0.0)
     loop.refresh()
     assert loop._evaluate.called == is_due
-
-
-def test_evaluator_joins_no_round(scripts):
-    peer_id = make_identity(scripts.folder / "evaluator")
-    monitor = scripts.monitor("--save_checkpoint_step_interval", 2)
-    common = ("--initial_peers", monitor.address, *LONG_STEPS)
-    trainers = [scripts.trainer(name, *common) for name in ("one", "two")]
-    evaluator = scripts.start(
-        "run_evaluator.py", "--initial_peers", monitor.address, "--tokenizer_path", scripts.data / "tokenizer",
-        "--dataset_path", scripts.data / "dataset", "--model_name_or_path", scripts.data / "config.json",
-        "--output_dir", scripts.folder / "evaluator", "--evaluation_steps", 1, "--refresh_period", 0.5,
-        "--max_eval_samples", 64, log="evaluator",
-    )  # fmt: skip
-    join_together(*trainers)
-    own = scripts.folder / "evaluator" / "evaluations.jsonl"
-    wait_until(lambda: len(read_jsonl(own)) >= 3, 240, "three evaluations")
-    for script in (evaluator, *trainers, monitor):
-        assert script.stop() == 0, script.output
-        script.assert_nothing_left()
-    assert "Traceback" not in evaluator.output + monitor.output
-
-    evaluations = read_jsonl(own)
-    steps = [evaluation["step"] for evaluation in evaluations]
-    assert steps == sorted(set(steps))
-    assert evaluations[-1]["validation loss"] < evaluations[0]["validation loss"] < 8
-    assert {"step", "validation loss", "mlm accuracy", "sop accuracy", "time"} == evaluations[0].keys()
-    assert re.search(r"Step #\d+\tvalidation loss = [\d.]+\tmlm accuracy", evaluator.output)
-
-    # the evaluator is an observer: groups have the two trainers only, and it offers no training state
-    assert re.search(r"This evaluator is (\w+)", evaluator.output)[1] == peer_id
-    for trainer in trainers:
-        assert "Averaged gradients with 2 peers" in trainer.output
-        assert "with 3 peers" not in trainer.output
-    assert all(peer_id not in script.output for script in (monitor, *trainers))

@@ -106,6 +106,7 @@ TABLE = [
     ("state_compression", BOTH, "parameter_compression", "scaled_float16"),
     ("load_state_timeout", BOTH, "download_timeout", 100.0),
     ("load_state_timeout", ("observer",), "donor_timeout", 35.0),
+    ("", ("observer",), "allow_state_sharing", False),
     ("delay_grad_averaging", BOTH, "delay_grad_averaging", False),
     ("delay_optimizer_step", BOTH, "delay_optimizer_step", False),
     ("target_group_size", BOTH, "target_group_size", 17),
