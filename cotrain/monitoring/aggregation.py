@@ -55,12 +55,6 @@ class PeerStep(NamedTuple):
     metrics: Mapping[str, int | float | None]  # by the names of the fields of `LocalMetrics`, as the peer states them
 
 
-def parse_steps(peer: Hashable, history: Sequence) -> list[PeerStep]:
-    """Parse the history of a trainer's record."""
-    rows = [read_row(row) for row in history]
-    return [PeerStep(peer, row["step"], row["samples_accumulated"], row) for row in rows]
-
-
 # Metrics with a field of their own in a report
 NAMED_METRICS = ("samples_per_second", "samples_accumulated", "loss", "mini_steps", "time")
 
@@ -150,19 +144,15 @@ class MetricsAggregator:
         """
         self._now = max(now, self._now)
         self._read(trainers, progress)
-        self.live_peers = [peer for peer in self._peers.values() if self._was_heard(peer, self.alive_timeout)]
-        self._taking_part = [
-            peer for peer in self.live_peers if not peer.heartbeat.away and self._was_heard(peer, MAX_SILENCE)
-        ]
+        self.live_peers = [peer for peer in self._peers.values() if peer.heard_at >= self._now - self.alive_timeout]
+        heard = [peer for peer in self.live_peers if peer.heard_at >= self._now - MAX_SILENCE]
+        self._taking_part = [peer for peer in heard if not peer.heartbeat.away]
         self._go_back_if_outvoted()
         reports = self._take_complete()
         self.late = [record for peer in self._peers.values() for record in self._take_late(peer)]
         oldest = self._now - 2 * self.alive_timeout
         self._peers = {key: peer for key, peer in self._peers.items() if peer.present >= oldest}
         return reports
-
-    def _was_heard(self, peer: TrackedPeer, seconds: float) -> bool:
-        return self._now - peer.heard_at <= seconds
 
     @property
     def is_waiting(self) -> bool:
@@ -180,7 +170,9 @@ class MetricsAggregator:
         for key, heartbeat in read_progress(progress).items():
             self._read_heartbeat(self._peers[key], heartbeat)
         for key, record in trainers.items():
-            self._read_steps(self._peers[key], parse_steps(key, record.value["history"]), record.expiration_time)
+            rows = map(read_row, record.value["history"])
+            steps = [PeerStep(key, row["step"], row["samples_accumulated"], row) for row in rows]
+            self._read_steps(self._peers[key], steps, record.expiration_time)
 
     def _read_heartbeat(self, peer: TrackedPeer, heartbeat: PeerProgress) -> None:
         if peer.heartbeat and heartbeat.reported_at <= peer.heartbeat.reported_at:

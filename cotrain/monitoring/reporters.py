@@ -14,9 +14,6 @@ from cotrain.monitoring.aggregation import StepReport
 
 logger = logging.getLogger(__name__)
 
-# A factor between the steps of two tables: a run of 125 000 steps has 250 leaderboards, not 25 000 of 8 KB each.
-TABLE_GROWTH = 1.05
-
 
 class Reporters:
     """The files and at most one dashboard.
@@ -28,8 +25,6 @@ class Reporters:
     def __init__(self, output_dir: Path, run_id: str, report_to: str = "none", **options: str | None):
         self.metrics_file = JsonLinesFile(output_dir / "metrics.jsonl")
         self.evaluations_file = JsonLinesFile(output_dir / "evaluations.jsonl")
-        self._table_steps: dict[str, int] = {}  # a table's name -> the step at which the dashboard last got it
-        self._withheld: dict[str, tuple] = {}  # the newest tables since
         self.dashboard = None
         if report_to != "none":
             from cotrain.monitoring.trackers import Dashboard, build_tracker  # a second
@@ -65,21 +60,14 @@ class Reporters:
             self.dashboard.log(values, step)
 
     def report_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
-        """Give a table of a step to the dashboard, if there is one that draws tables. May be called from any thread.
-
-        The dashboard gets a table again once the step has grown by `TABLE_GROWTH` or has gone back, and at the end.
-        """
-        last, self._withheld[name] = self._table_steps.get(name, 0), (name, columns, rows, step)
-        if self.dashboard is not None and not last <= step < last * TABLE_GROWTH:
-            self._table_steps[name] = step
-            self.dashboard.log_table(*self._withheld.pop(name))
+        """Give a table of a step to the dashboard, if there is one. May be called from any thread."""
+        if self.dashboard is not None:
+            self.dashboard.log_table(name, columns, rows, step)
 
     def close(self) -> None:
         self.metrics_file.flush()
         self.evaluations_file.flush()
         if self.dashboard is not None:
-            for table in self._withheld.values():
-                self.dashboard.log_table(*table)
             self.dashboard.close()
 
 

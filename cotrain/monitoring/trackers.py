@@ -13,7 +13,7 @@ import queue
 import secrets
 import shlex
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from urllib.parse import quote
@@ -31,6 +31,8 @@ PLOT_ORDER = "loss,validation loss,performance,alive peers,samples"
 ADDRESS = "{host}?project={project}&smoothing=0"
 CONNECT_TIMEOUT = 30.0  # seconds for wandb to connect, before it records offline
 FINISH_TIMEOUT = 30.0  # seconds for wandb to upload the remaining values
+# A factor between the steps of two tables: a run of 125 000 steps has 250 leaderboards, not 25 000 of 8 KB each.
+TABLE_GROWTH = 1.05
 CLOSE_TIMEOUT = 40.0  # seconds that `Dashboard.close` waits; wandb and trackio take at most 30 to finish
 
 
@@ -46,6 +48,8 @@ class Dashboard:
         self.tracker = tracker
         self._calls = queue.SimpleQueue()  # some 30 MB for the 125 000 steps of a run
         self._calls.put(tracker.start)
+        self._table_steps: dict[str, int] = {}  # a table's name -> the step at which the tracker last got it
+        self._withheld: dict[str, Callable[[], None]] = {}  # the newest tables since
         self._thread = threading.Thread(target=self._run, name=tracker.name, daemon=True)
         self._thread.start()
 
@@ -60,15 +64,21 @@ class Dashboard:
         self._calls.put(partial(self.tracker.log, values, step=step))
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
-        """Queue a table of numbers and plain text, which only wandb and trackio draw."""
+        """Queue a table of numbers and plain text, which only wandb and trackio draw.
+
+        The tracker gets a table again once the step has grown by `TABLE_GROWTH` or has gone back, and at the end.
+        """
         if hasattr(self.tracker, "log_table"):
-            data = list(map(list, rows))
-            self._calls.put(partial(self.tracker.log_table, name, list(columns), data=data, step=step))
+            data, last = list(map(list, rows)), self._table_steps.get(name, 0)
+            self._withheld[name] = partial(self.tracker.log_table, name, list(columns), data=data, step=step)
+            if not last <= step < last * TABLE_GROWTH:
+                self._table_steps[name] = step
+                self._calls.put(self._withheld.pop(name))
 
     def close(self) -> None:
         """Finish the upload within CLOSE_TIMEOUT seconds."""
-        self._calls.put(self.tracker.finish)
-        self._calls.put(None)
+        for call in (*self._withheld.values(), self.tracker.finish, None):
+            self._calls.put(call)
         self._thread.join(CLOSE_TIMEOUT)
         if self._thread.is_alive():
             self._warn(f"did not finish in {CLOSE_TIMEOUT:.0f} s; values may be missing there")
