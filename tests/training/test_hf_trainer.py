@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from torch.optim import SGD
+from torch.utils._pytree import tree_map
 from torch.utils.data import TensorDataset
 from transformers import TrainingArguments
 
@@ -156,18 +157,12 @@ def use_two_fake_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _forward(data_parallel: torch.nn.DataParallel, batch: dict | list) -> torch.Tensor:
-    def half(index: int) -> dict | list:
-        if isinstance(batch, list):
-            return [values.chunk(2)[index] for values in batch]
-        return {name: values.chunk(2)[index] for name, values in batch.items()}
-
-    halves = [(half(0),), (half(1),)]
+    halves = [(tree_map(lambda values, index=index: values.chunk(2)[index], batch),) for index in (0, 1)]
     return torch.stack(data_parallel.parallel_apply([data_parallel.module] * 2, halves, [{}] * 2))
 
 
 def _parallel_apply(_data_parallel, modules: list, inputs: list[tuple], kwargs: list[dict]) -> list:
-    is_enabled = torch.is_autocast_enabled("cpu")
-    both_run = threading.Barrier(2)
+    is_enabled, both_run = torch.is_autocast_enabled("cpu"), threading.Barrier(2)
 
     def apply_one(module, inputs: tuple, kwargs: dict):
         both_run.wait()
