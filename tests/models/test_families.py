@@ -1,4 +1,4 @@
-"""Each family of docs/data.md: build, one step, checkpoint. tests/training/test_families.py has two peers."""
+"""Each family of docs/data.md: build, one step, checkpoint. tests/training/test_families.py has two peers of one."""
 
 import json
 import math
