@@ -97,9 +97,13 @@ def test_model_and_card_arrive_with_a_message_and_a_tag(hub, make_uploader, capl
     checkpoint = save(uploader, 7)
     (checkpoint / ".cache" / "huggingface").mkdir(parents=True)  # as in a checkpoint that was downloaded from the Hub
     (checkpoint / "README.md").write_text("the card of then", encoding="utf-8")
+    adapters = {"base_model_name_or_path": "/home/al/secret/base", "r": 16}
+    (checkpoint / "adapter_config.json").write_text(json.dumps(adapters), encoding="utf-8")
     with caplog.at_level("INFO"):
         upload_newest(uploader, "https://huggingface.co/spaces/me/curves")
-    assert sorted(hub.files) == ["README.md", "config.json", "model.safetensors"]
+    assert sorted(hub.files) == ["README.md", "adapter_config.json", "config.json", "model.safetensors"]
+    published = json.loads(hub.files["adapter_config.json"])
+    assert published == {"base_model_name_or_path": "base", "r": 16}, "no folder of this machine"
     assert hub.files["model.safetensors"] == (checkpoint / "model.safetensors").read_bytes()
     for words in (b"step 7 ", b"/dns4/x.org/tcp/1/p2p/Qm", b"(https://huggingface.co/spaces/me/curves)"):
         assert words in hub.files["README.md"]
@@ -110,19 +114,11 @@ def test_model_and_card_arrive_with_a_message_and_a_tag(hub, make_uploader, capl
     assert leftovers(uploader) == []
 
 
-@pytest.mark.parametrize(("base", "published"), [("/home/al/secret/base", "base"), ("me/model", "me/model")])
-def test_no_folder_of_this_machine_is_published(hub, make_uploader, base, published):
-    uploader = make_uploader()
-    adapters = save(uploader, 10) / "adapter_config.json"
-    adapters.write_text(json.dumps({"base_model_name_or_path": base, "r": 16}), encoding="utf-8")
-    upload_newest(uploader)
-    assert json.loads(hub.files["adapter_config.json"]) == {"base_model_name_or_path": published, "r": 16}
-
-
 def test_next_checkpoint_waits_for_the_interval_unless_the_run_is_over(hub, make_uploader):
     uploader = make_uploader(upload_interval=3600, upload_training_state=True, private_repo=True)
-    save(uploader, 1)
+    (save(uploader, 1) / "adapter_config.json").write_text('{"base_model_name_or_path": "me/base"}', encoding="utf-8")
     upload_newest(uploader)
+    assert hub.files["adapter_config.json"] == b'{"base_model_name_or_path": "me/base"}'
     assert {"training_state.pt", "collaboration.json"} < set(hub.files) and hub.repos == {"me/model": True}
     save(uploader, 2)
     uploader.update(None, run_is_over=False)

@@ -74,6 +74,29 @@ def make_monitor(folder, reporter=None, *, keeper=None, uploader=None, interval=
     return TrainingMonitor(peer, "run", aggregator, reporter, counted, keeper, uploader, args, adviser)
 
 
+@pytest.fixture
+def finish(monkeypatch) -> Callable[..., float]:
+    """Return a function that ends a monitor, and returns the seconds that this takes.
+
+    Each sleep lets half a second pass, and then something may happen: `events` are functions by second.
+    """
+
+    def finish(monitor: TrainingMonitor, events: dict[float, Callable[[], None]] | None = None) -> float:
+        clock = SimpleNamespace(now=0.0)
+        clock.monotonic = clock.time = lambda: clock.now
+
+        def sleep(seconds: float) -> None:
+            clock.now += seconds
+            (events or {}).pop(clock.now, lambda: None)()
+
+        clock.sleep = sleep
+        monkeypatch.setattr(monitor_module, "time", clock)
+        monitor.finish()
+        return clock.now
+
+    return finish
+
+
 def test_shares_come_from_the_records_of_the_trainers(tmp_path, stored):
     """Each has computed 4 samples in each of 100 local steps; the second one missed the newest 16 steps."""
     for key, rounds, num_missed in ((b"a", [True, True, False], 0), (b"b", [True], 16), (b"c", [], 100)):
@@ -127,19 +150,21 @@ def test_last_checkpoint_is_saved_and_uploaded_when_trainers_leave(tmp_path, sto
     monitor.uploader.update.assert_called_once_with(None, run_is_over=run_is_over)
 
 
-def test_monitor_shows_the_leaderboard_as_often_as_it_saves_checkpoints(tmp_path, stored, caplog):
-    reporter = Mock()
-    monitor = make_monitor(tmp_path, reporter, interval=2)
+def test_leaderboard_is_shown_as_often_as_checkpoints_are_saved_and_at_the_end(tmp_path, stored, finish, caplog):
+    monitor = make_monitor(tmp_path, reporter := Mock(), interval=2)
     for step in range(1, 5):
         publish(stored, step, b"[owner:a]", username="al\ni/<c>e", samples=8)
         monitor.refresh()
+    finish(monitor)
     key = short(monitor.contributors.leaders[0].peer_id)
     columns = ("place", "name", "peer", "samples", "steps")  # trackio and wandb show the cells as plain text
     assert [call.args for call in reporter.report_table.call_args_list] == [
-        ("contributors", columns, [(1, "al i/<c>e", key, 8, 1)], 1),
-        ("contributors", columns, [(1, "al i/<c>e", key, 24, 3)], 3),
+        ("contributors", columns, [(1, "al i/<c>e", key, 8 * step, step)], step) for step in (1, 3, 4)
     ]
-    assert caplog.text.count("Contributors, by samples: al i/<c>e") == 2
+    assert caplog.text.count("Contributors, by samples: al i/<c>e") == 3
+    first, _, last = (message for message in caplog.messages if "samples in all" in message)
+    assert first == "8 samples in all", "the pace is not known yet"
+    assert last.startswith("32 samples in all; step #125,000, the last of the schedule, in about ")
     assert json.loads((tmp_path / "contributors.json").read_text(encoding="utf-8"))["contributors"][0]["samples"] == 32
 
 
@@ -172,29 +197,6 @@ def test_repeated_steps_get_a_second_line(tmp_path, stored, caplog):
 
 
 # The end
-
-
-@pytest.fixture
-def finish(monkeypatch) -> Callable[..., float]:
-    """Return a function that ends a monitor, and returns the seconds that this takes.
-
-    Each sleep lets half a second pass, and then something may happen: `events` are functions by second.
-    """
-
-    def finish(monitor: TrainingMonitor, events: dict[float, Callable[[], None]] | None = None) -> float:
-        clock = SimpleNamespace(now=0.0)
-        clock.monotonic = clock.time = lambda: clock.now
-
-        def sleep(seconds: float) -> None:
-            clock.now += seconds
-            (events or {}).pop(clock.now, lambda: None)()
-
-        clock.sleep = sleep
-        monkeypatch.setattr(monitor_module, "time", clock)
-        monitor.finish()
-        return clock.now
-
-    return finish
 
 
 @pytest.mark.parametrize("leaves_at", [None, 1.0, 2.5])
@@ -257,16 +259,3 @@ def test_last_checkpoint_is_saved_once(tmp_path, caplog):
     keeper.save_newest(5, seconds=60)
     keeper.close()
     assert [message for message in caplog.messages if "ave" in message] == [f"Saved {tmp_path / 'checkpoint-5'}"]
-
-
-def test_last_leaderboard_and_the_samples_in_all_are_told(tmp_path, stored, finish, caplog):
-    """A run of 7 steps shows the leaderboard of step 7, not only that of step 5."""
-    monitor = make_monitor(tmp_path, reporter := Mock(), interval=5, last_reported_step=0)
-    for step in (5, 10, 12):
-        publish(stored, step, b"a", samples=100)
-        monitor.refresh()
-    finish(monitor)
-    assert [call.args[-1] for call in reporter.report_table.call_args_list][-1] == 12
-    lines = [message for message in caplog.messages if "samples in all" in message]
-    assert lines[-1].startswith("1,200 samples in all; step #125,000, the last of the schedule, in about ")
-    assert lines[0] == "400 samples in all", "the pace is not known yet"

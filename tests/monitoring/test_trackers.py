@@ -148,7 +148,9 @@ def report_all(reporters, steps) -> None:
 def test_values_have_the_names_of_hiveminds_example_in_the_files_and_the_dashboard(tmp_path, caplog):
     folder = tmp_path / "new" / "folder"
     reporters, tracker = make_reporters(folder)
-    assert reporters.last_step() == -1 and Reporters(tmp_path, "run").page is None
+    without_dashboard = Reporters(tmp_path, "run")
+    assert reporters.last_step() == -1 and without_dashboard.page is None
+    report_all(without_dashboard, [1])
     report_all(reporters, [7])
     shown = {"alive peers": 2, "samples": 64, "performance": 3.5, "applied share": 0.5}
     more = {"step": 7, "loss": None, "contributors": 2, "mini_steps": 4, "time": 1e9}

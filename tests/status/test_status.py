@@ -144,13 +144,6 @@ def test_keeper_combines_what_tracker_and_rounds_know(keeper):
     assert (status.rank, status.seconds_to_next, status.loss, status.first_loss) == (None, None, 6.0, 8.0)
 
 
-def test_file_exists_from_the_start_and_says_when_the_trainer_ended(keeper, tmp_path, capsys):
-    keeper.start()
-    assert show_status(tmp_path) == 0
-    keeper.close()
-    assert show_status(tmp_path) == 1 and "ended at" in capsys.readouterr().out
-
-
 def test_start_is_shown_before_the_trainer_has_joined_and_then_why_it_ended(tmp_path, capsys):
     """Imports and the data take seconds to minutes, and most errors come in this time."""
     folder = tmp_path / "outputs"
@@ -170,6 +163,7 @@ def test_start_is_shown_before_the_trainer_has_joined_and_then_why_it_ended(tmp_
 def test_error_is_added_to_what_the_trainer_has_given(keeper, tmp_path, capsys):
     with pytest.raises(UserError), recorded_start(tmp_path):
         keeper.start()
+        assert show_status(tmp_path) == 0
         record(keeper, StepRecord(5, Outcome.ALONE, 256))
         keeper.close()
         raise UserError("the invitation has expired")

@@ -257,6 +257,7 @@ def update(keeper: CheckpointKeeper, step: int) -> None:
     ("step", "leaving", "is_due"), [(-1, False, False), (4, False, False), (5, False, True), (4, True, True)]
 )
 def test_checkpoint_is_due_every_interval_and_when_trainers_leave(keeper, step, leaving, is_due):
+    keeper.restore()  # there is none
     keeper.update(step, leaving)
     assert (keeper._pending is not None) == is_due
 
