@@ -15,11 +15,7 @@ from torch_optimizer import Lamb
 from transformers import get_linear_schedule_with_warmup
 from transformers.pytorch_utils import Conv1D
 
-from cotrain.arguments import (
-    HyperparameterArguments,
-    TrainerArguments,
-    check_compression,
-)
+from cotrain.arguments import HyperparameterArguments, TrainerArguments, check_compression
 from cotrain.common.errors import UserError
 from cotrain.models.pretrained import digest_weights
 from peerstep.local_updates import LocalUpdates, step_builders

@@ -39,6 +39,7 @@ class TaskLoss(torch.nn.Module):
     So the loss may use any attribute of the model. transformers 5.23 enables autocast only for models that it does not
     wrap in DataParallel. Autocast around the call of DataParallel has another effect: each replica runs in a thread,
     with the default dtype of autocast, which is float16 on GPUs (torch/nn/parallel/parallel_apply.py).
+    `forward` takes no **kwargs: of one that does, the Trainer divides the loss by no gradient_accumulation_steps.
 
     :param dtype: of autocast; None: no autocast
     """
@@ -73,10 +74,6 @@ class CollaborativeTrainer(Trainer):
         optimizers, module = (optimizer, no_schedule), TaskLoss(task, model, dtype)
         super().__init__(module, args, task.collate, samples, optimizers=optimizers, **options)
         self.sampler, self.loss_meter = sampler, loss_meter
-        # transformers assumes that a `forward` with **kwargs divides its loss by the number of items in the
-        # accumulated batch, and then does not divide by gradient_accumulation_steps. The loss of a task is a mean over
-        # a micro-batch: loss and gradients were too large by a factor of gradient_accumulation_steps.
-        self.model_accepts_loss_kwargs = False
         self.remove_callback(PrinterCallback)  # prints to stdout what CollaborativeCallback logs
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> PeerSampler:
