@@ -1,7 +1,7 @@
 """Log lines of a monitor between two global steps: who joined, who left, and the progress towards the next step."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from hivemind.utils import get_logger
 
@@ -18,9 +18,9 @@ PERIOD, IDLE_PERIOD = 30.0, 300.0  # while there is progress, and while there is
 class ProgressLog:
     """Logs one line each for the trainers that join, those that leave, and the progress."""
 
-    def __init__(self, target_batch_size: int, find_name: Callable[[bytes], str]):
+    def __init__(self, target_batch_size: int, find_name: Callable[[Hashable], str]):
         self.target_batch_size, self.find_name = target_batch_size, find_name
-        self._present: set[bytes] = set()
+        self._present: set[Hashable] = set()
         self._newest: tuple[int, int] | None = None  # step, and samples for the next one
         self._logged: tuple[int, int] | None = None  # the same in the newest line
         self._changed_at = self._logged_at = float("-inf")
