@@ -39,7 +39,7 @@ COMMANDS_FILE = "commands.txt"  # also marks a folder that the next demo may rep
 TARGET_BATCH_SIZE = 512
 LEARNING_RATE = 0.06  # the loss falls from 8.3 to 7 in 10 steps; with 0.1 it soon oscillates
 
-STOP_TIMEOUT = 20.0  # seconds; a trainer ends by itself within 15
+STOP_SECONDS = 20.0  # seconds; a trainer ends by itself within 15
 STALL_TIMEOUT = 300.0  # seconds without a new step; with ten other busy processes on two cores, a first step took 80
 
 
@@ -196,11 +196,11 @@ class Workers:
                 raise UserError(f"{name} ended with {how}: {reason} (see {log})")
 
     def close(self) -> None:
-        """Terminate the running processes, and kill those that have not ended within `STOP_TIMEOUT` seconds."""
+        """Terminate the running processes, and kill those that have not ended within `STOP_SECONDS` seconds."""
         running = [process for name, process in self.processes.items() if self.is_running(name)]
         for process in running:
             process.terminate()
-        deadline = time.monotonic() + STOP_TIMEOUT
+        deadline = time.monotonic() + STOP_SECONDS
         for process in running:  # a second Ctrl-C ends the wait, and the processes with this one
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))

@@ -34,7 +34,7 @@ class NotAdmittedError(P2PDaemonError):
 class Admission:
     """Record of the peers that have shown a valid invitation. Each process of a peer has a separate copy."""
 
-    PROTOCOL = "collaboration.exchange_invitations.v1"
+    HANDSHAKE = "collaboration.exchange_invitations.v1"
     TIMEOUT = 10.0  # seconds for the answer
     PAUSE = 1.0  # seconds for which calls of a peer are refused at once after the peer has failed to answer
     REFRESH_PERIOD = 30.0  # seconds after which a peer is asked again, in the background, for its revocation list
@@ -59,7 +59,7 @@ class Admission:
         """Answer peers that request this peer's token. The DHT process does so for all processes of the peer."""
         self._is_dht_process = self.revocations.writes = True
         self.revocations.refresh()
-        await p2p._client.add_unary_handler(self.PROTOCOL, self._answer)
+        await p2p._client.add_unary_handler(self.HANDSHAKE, self._answer)
 
     async def check(self, p2p: P2P, peer_id: PeerID, is_callee: bool) -> None:
         """Raise NotAdmittedError if a caller or (`is_callee`) a peer about to be called has no valid invitation."""
@@ -88,7 +88,7 @@ class Admission:
     async def _exchange(self, p2p: P2P, peer_id: PeerID) -> str | None:
         request = MSGPackSerializer.dumps([self.invitation.token.SerializeToString(), self.revocations.newest.serial])
         try:
-            call = p2p._client.call_unary_handler(peer_id, self.PROTOCOL, request)
+            call = p2p._client.call_unary_handler(peer_id, self.HANDSHAKE, request)
             token, revocations = self._unpack(await asyncio.wait_for(call, self.TIMEOUT), bytes, bytes)
             if revocations:
                 with suppress(InvitationError):  # an invited peer may send an invalid list

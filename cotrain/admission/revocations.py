@@ -21,7 +21,7 @@ from cotrain.common.json_file import read_records
 
 logger = get_logger(__name__)
 
-MAX_BYTES = 2**20  # of a list: some 20,000 invitations; a message between peers has at most 4 MiB
+MAX_LIST_BYTES = 2**20  # of a list: some 20,000 invitations; a message between peers has at most 4 MiB
 MAX_SIGNATURE_BYTES = 400  # it has 344; base64 allows any number of bytes that it skips, which would be passed on
 
 
@@ -47,7 +47,7 @@ class Revocations:
     def parse(cls, content: bytes, authority: RSAPublicKey) -> "Revocations":
         """Read a list; raise InvitationError if it is too long or not signed by the authority."""
         signature, _, payload = content.partition(b"\n")
-        if len(content) > MAX_BYTES or len(signature) > MAX_SIGNATURE_BYTES:
+        if len(content) > MAX_LIST_BYTES or len(signature) > MAX_SIGNATURE_BYTES:
             raise InvitationError("the list of revoked invitations is too long")
         if not authority.verify(payload, signature):
             raise InvitationError("it is not a revocation list of this run's organiser")
@@ -62,7 +62,7 @@ class RevocationStore:
     replace the file by a newer list at any time.
     """
 
-    PERIOD = 1.0  # seconds between two checks of the file
+    CHECK_SECONDS = 1.0  # seconds between two checks of the file
 
     def __init__(self, authority: RSAPublicKey, path: Path):
         self.authority, self.path = authority, path
@@ -72,10 +72,10 @@ class RevocationStore:
         self._next_look = float("-inf")
 
     def refresh(self) -> None:
-        """Read the file once per PERIOD, so that frequent calls are cheap."""
+        """Read the file once per CHECK_SECONDS, so that frequent calls are cheap."""
         if time.monotonic() < self._next_look:
             return
-        self._next_look = time.monotonic() + self.PERIOD
+        self._next_look = time.monotonic() + self.CHECK_SECONDS
         try:
             if self.path.exists() and (content := self.path.read_bytes()) != self._read:
                 self._read = content

@@ -7,7 +7,7 @@ from pathlib import Path
 
 TABLE = Path(__file__).with_name("messages.md")
 HINT = "What to do: "
-MAX_CHARACTERS = 500  # of a message; a repr of an exception may have many more
+MAX_MESSAGE_LENGTH = 500  # of a message; a repr of an exception may have many more
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def read_diagnoses() -> tuple[Diagnosis, ...]:
 
 def diagnose(text: str) -> Diagnosis | None:
     """Return what is known about a message or a line of a log; None if nothing is."""
-    text = " ".join(text[:MAX_CHARACTERS].split())
+    text = " ".join(text[:MAX_MESSAGE_LENGTH].split())
     return next((row for row in read_diagnoses() if row.matches(text)), None)
 
 

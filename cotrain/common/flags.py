@@ -23,7 +23,7 @@ def require(condition: bool, message: str) -> None:
 
 _BOUNDS = {"above": operator.gt, "at_least": operator.ge, "below": operator.lt, "at_most": operator.le}
 MARKS = {"setting", *_BOUNDS}  # metadata that are not for argparse
-MAX_NUMBER = 2**31 - 1  # of a flag without an upper bound: protobuf's int32; 68 years, if it is a time in seconds
+MAX_FLAG = 2**31 - 1  # of a flag without an upper bound: protobuf's int32; 68 years, if it is a time in seconds
 
 
 def flag(default: Any, help: str, **metadata: Any) -> Any:
@@ -31,7 +31,7 @@ def flag(default: Any, help: str, **metadata: Any) -> Any:
 
     :param default: a value, a function that makes it (`list`), or `dataclasses.MISSING` if the flag is required
     :param metadata: bounds of a number (`above`, `at_least`, `below`, `at_most`; by default above 0 and at most
-        MAX_NUMBER), each a number or the name of another flag, and options of transformers' HfArgumentParser
+        MAX_FLAG), each a number or the name of another flag, and options of transformers' HfArgumentParser
     """
     kind = "default_factory" if callable(default) else "default"
     return field(**{kind: default}, metadata={"help": help, **metadata})
@@ -62,7 +62,7 @@ class Flags:
             bounds = {name: declared[name] for name in _BOUNDS if name in declared}
             if bounds.keys().isdisjoint(("above", "at_least")):
                 bounds["above"] = 0
-            bounds.setdefault("at_most", MAX_NUMBER)  # excludes infinity, too
+            bounds.setdefault("at_most", MAX_FLAG)  # excludes infinity, too
             for name, bound in bounds.items() if type(value) in (int, float) else ():
                 limit = getattr(self, bound) if isinstance(bound, str) else bound
                 what = f"{name.replace('_', ' ')} {limit if limit is bound else f'--{bound} {limit}'}"

@@ -9,7 +9,7 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 
 from cotrain.common.errors import UserError
 
-MAX_BYTES = 20e9  # of an archive, or of weights, that the user has not chosen
+MAX_DOWNLOAD_BYTES = 20e9  # of an archive, or of weights, that the user has not chosen
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 

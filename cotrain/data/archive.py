@@ -27,7 +27,7 @@ _LAYOUT = {
 }
 
 # Bounds against decompression bombs. WikiText-103 compresses to a quarter, repetitive text to less.
-MAX_RATIO, MAX_UNPACKED = 20, 100e9  # of bytes; an archive of more than 20 GB may unpack to five times its size
+MAX_EXPANSION, MAX_UNPACKED = 20, 100e9  # of bytes; an archive of more than 20 GB may unpack to five times its size
 MIN_LIMIT = 64 * 2**20
 MAX_MEMBERS, MAX_TOKENIZER_FILE = 10_000, 100e6  # the second in bytes: it is read into memory
 MAX_HEADER = 2**16  # bytes of a long name, which tarfile reads into memory
@@ -98,7 +98,7 @@ def unpack_archive(path: Path, folders: dict[str, Path]) -> None:
     :raises UserError: if the disk has not enough free space
     """
     num_bytes, size = 0, path.stat().st_size
-    limit = max(MIN_LIMIT, min(MAX_RATIO * size, MAX_UNPACKED), 5 * size)
+    limit = max(MIN_LIMIT, min(MAX_EXPANSION * size, MAX_UNPACKED), 5 * size)
     try:
         with (
             gzip.open(path) as compressed,

@@ -21,16 +21,16 @@ from urllib3.util import parse_url
 from cotrain.arguments import BASE_FOLDER, DatasetArguments, ModelArguments
 from cotrain.common.atomic_files import check_target, make_parent, new_file, new_folder
 from cotrain.common.errors import TemporaryError, UserError, first_line
-from cotrain.common.hosts import MAX_BYTES, GuardedAdapter
+from cotrain.common.hosts import MAX_DOWNLOAD_BYTES, GuardedAdapter
 from cotrain.data.archive import DATASET, TOKENIZER, ArchiveError, check_space, file_sha256, unpack_archive
 from cotrain.data.loading import check_dataset, check_samples, open_samples
 from cotrain.data.manifest import Manifest, Shard
 
 logger = logging.getLogger(__name__)
 
-CONNECT_TIMEOUT, READ_TIMEOUT = 10.0, 30.0  # seconds; READ_TIMEOUT is between two reads, not for the whole response
+CONNECT_TIMEOUT, SILENCE_TIMEOUT = 10.0, 30.0  # seconds; the second between two reads, not for the whole response
 MIN_SPEED, SPEED_WINDOW = 1000, 60.0  # bytes per second over this many seconds; a slower transfer is interrupted
-BLOCK = 2**20
+READ_BYTES = 2**20
 PAUSES = (0, 2, 4, 8, 16)  # seconds between attempts in a row without new bytes
 MAX_TRIES = 100  # in total, even if each attempt receives some bytes
 TEMPORARY_TROUBLE = {408, 425, 429, 500, 502, 503, 504}
@@ -149,7 +149,7 @@ class _Transfer:
         is_adopted = "dataset_url" in args.adopted
         self.path, self.disable_tqdm = path, disable_tqdm
         self.url, self.expected = args.dataset_url, args.dataset_sha256
-        self.limit = MAX_BYTES if is_adopted else math.inf
+        self.limit = MAX_DOWNLOAD_BYTES if is_adopted else math.inf
         if shard is not None:
             self.url, self.expected = urljoin(self.url, shard.name), shard.sha256
             self.limit = min(self.limit, shard.bytes)
@@ -223,7 +223,7 @@ class _Transfer:
         """
         # No content encoding: offsets and checksum refer to the bytes of the file on the server.
         headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={start}-"} if start else {})
-        timeouts = CONNECT_TIMEOUT, READ_TIMEOUT
+        timeouts = CONNECT_TIMEOUT, SILENCE_TIMEOUT
         try:
             with self.session.get(self.url, headers=headers, stream=True, timeout=timeouts) as response:
                 status = response.status_code
@@ -260,7 +260,7 @@ class _Transfer:
         ):
             since, received = time.monotonic(), 0
             # Unlike `read`, `read1` does not wait for a full block: no received bytes are lost on an interruption.
-            while block := body.read1(BLOCK, decode_content=False):
+            while block := body.read1(READ_BYTES, decode_content=False):
                 if max(size or 0, file.tell() + len(block)) > self.limit:
                     self.path.unlink()
                     text = (

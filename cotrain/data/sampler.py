@@ -15,7 +15,7 @@ from cotrain.models.model import derive_seed
 logger = logging.getLogger(__name__)
 
 BLOCK_STEPS = 32  # local steps whose samples are marked as used at a time
-POLL_SECONDS = 0.2
+LOOK_PERIOD = 0.2
 PATIENCE = 20.0  # seconds of waiting for a shard, after which samples of others are repeated
 
 
@@ -142,8 +142,8 @@ class PeerSampler(Sampler):
                 raise SystemExit(0)
             here = [shard for shard in [*old, *needed] if shard in self.cache.here]
             if not here or time.monotonic() - began < PATIENCE:
-                time.sleep(POLL_SECONDS)
-                self.waited += POLL_SECONDS
+                time.sleep(LOOK_PERIOD)
+                self.waited += LOOK_PERIOD
             else:
                 if self.num_repeated == num_repeated:
                     logger.warning(f"No new shard: training again on samples of {len(set(here))} that are here")

@@ -21,8 +21,8 @@ from peerstep.threads import PeriodicThread
 logger = logging.getLogger(__name__)
 
 WINDOW = 4  # shards whose samples are mixed
-POLL_SECONDS = 0.2
-FIRST_PAUSE, LONGEST_PAUSE = 5.0, 60.0  # seconds between attempts to download a shard
+LOOK_PERIOD = 0.2
+FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 5.0, 60.0  # seconds between attempts to download a shard
 
 
 class ShardedSamples:
@@ -57,7 +57,7 @@ class ShardCache(PeriodicThread):
     """
 
     def __init__(self, args: DatasetArguments, manifest: Manifest):
-        super().__init__(POLL_SECONDS)
+        super().__init__(LOOK_PERIOD)
         self.args, self.manifest, self.shards, self.limit = args, manifest, manifest.shards, args.data_cache
         largest, packed = (max(getattr(x, name) for x in self.shards) for name in ("unpacked", "bytes"))
         self._room = parse_size("--data_cache", self.limit) - packed
@@ -78,7 +78,7 @@ class ShardCache(PeriodicThread):
         self.refused: set[int] = set()  # by the host, or damaged there
         self.lost: set[int] = set()  # those of them after which another shard came
         self.fault: Exception | None = None
-        self._backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
+        self._backoff = Backoff(FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS)
 
     def _path(self, index: int) -> Path:
         return Path(self.args.dataset_path, self.shards[index].file)
@@ -120,7 +120,7 @@ class ShardCache(PeriodicThread):
             self.here.add(index)
             self.refused.discard(index)
             self.lost = self.refused.copy()
-            self.fault, self.period = None, POLL_SECONDS
+            self.fault, self.period = None, LOOK_PERIOD
             self._backoff.reset()
 
     def describe(self) -> str:

@@ -21,10 +21,10 @@ from cotrain.models.objectives import OBJECTIVES
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 # Bounds of what costs memory or time before the model is measured, see `build_without_weights`.
-MAX_NUMBER = 2**24  # of a whole number, which code may count to; Llama 4 has 10 * 2**20 positions
+MAX_WHOLE_NUMBER = 2**24  # of a whole number, which code may count to; Llama 4 has 10 * 2**20 positions
 MAX_LAYERS = 256
 MAX_ITEMS = 512  # in a list or a nested object; DeBERTa's and Llama's have a handful, `layer_types` one for each layer
-MAX_DEPTH = 6  # of nesting: text_config, rope_parameters, the kind of layer, long_factor, number, and the whole
+MAX_NESTING = 6  # of nesting: text_config, rope_parameters, the kind of layer, long_factor, number, and the whole
 _HUB_NAME = re.compile(r"\w[\w.-]{,95}(/\w[\w.-]{,95})?", re.ASCII)
 # No path, address or name of a repository, and no type that is built by timm; but OPT's "</s>", Nemotron-H's "M-M*-"
 _STRING = re.compile(r"(?!timm_)(</(?=\w+>)|:(?= )|[^/\\:\x00-\x1f]){0,256}")
@@ -139,7 +139,7 @@ def _keep_fields(fields: dict[str, object], config_class: type[PretrainedConfig]
     return kept
 
 
-def _check_value(key: str, value: object, depth: int = MAX_DEPTH) -> Field:
+def _check_value(key: str, value: object, depth: int = MAX_NESTING) -> Field:
     """Return the value of a field, without what is left out of nested objects; ValueError if it is out of bounds.
 
     Numbers may be negative, -1 often stands for none. Those of type float may be infinite: nothing counts to them.
@@ -151,7 +151,9 @@ def _check_value(key: str, value: object, depth: int = MAX_DEPTH) -> Field:
         return {name: _check_value(name, value[name], depth - 1) for name in kept}
     if isinstance(value, int | float):
         is_free = isinstance(value, float) or "theta" in key  # a base period of rotary embeddings
-        is_bounded = abs(value) <= (MAX_LAYERS if _LAYERS.fullmatch(key) else math.inf if is_free else MAX_NUMBER)
+        is_bounded = abs(value) <= (
+            MAX_LAYERS if _LAYERS.fullmatch(key) else math.inf if is_free else MAX_WHOLE_NUMBER
+        )
     else:
         is_bounded = value is None or (isinstance(value, str) and _STRING.fullmatch(value))
     if not is_bounded:

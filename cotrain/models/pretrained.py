@@ -14,7 +14,7 @@ from transformers.utils import cached_file
 
 from cotrain.arguments import ModelArguments
 from cotrain.common.errors import UserError, first_line
-from cotrain.common.hosts import MAX_BYTES
+from cotrain.common.hosts import MAX_DOWNLOAD_BYTES
 from cotrain.models.config import find_refusal, is_inline
 from cotrain.models.model import get_model_class, get_objective, try_model
 from cotrain.models.objectives import OBJECTIVES
@@ -30,7 +30,8 @@ def load_pretrained(config: PretrainedConfig, args: ModelArguments) -> PreTraine
     With --lora_rank it has the precision of the weights, and on a CPU their pages of the file. Otherwise it is in
     float32.
 
-    :raises UserError: if there are none, they do not fit the configuration, or a run chose more than MAX_BYTES of them
+    :raises UserError: if there are none, they do not fit the configuration, or a run chose more than
+      MAX_DOWNLOAD_BYTES of them
     """
     name = args.model_name_or_path
     if is_inline(name) or Path(name).is_file():
@@ -57,7 +58,7 @@ def load_pretrained(config: PretrainedConfig, args: ModelArguments) -> PreTraine
 
 
 def _announce_size(args: ModelArguments) -> None:
-    """Log the size of the weights on the Hub; UserError if a run has chosen more than MAX_BYTES."""
+    """Log the size of the weights on the Hub; UserError if a run has chosen more than MAX_DOWNLOAD_BYTES."""
     name, size = args.model_name_or_path, 0
     with contextlib.suppress(Exception):  # without the Hub, nothing is downloaded
         info = HfApi(token=args.hub_options.get("token")).model_info(
@@ -65,7 +66,7 @@ def _announce_size(args: ModelArguments) -> None:
         )
         size = sum(file.size or 0 for file in info.siblings if file.rfilename.endswith(".safetensors"))
         logger.info(f"The weights of {name} have {size / 1e9:.1f} GB; what is not in {args.cache_dir} is downloaded")
-    if size > MAX_BYTES and "model_name_or_path" in args.adopted:
+    if size > MAX_DOWNLOAD_BYTES and "model_name_or_path" in args.adopted:
         raise UserError(f"the weights of '{name}' have {size / 1e9:.0f} GB: pass --model_name_or_path yourself")
 
 

@@ -9,7 +9,7 @@ from cotrain.status.status import format_duration
 from peerstep.progress_record import MAX_ROUNDS
 
 BUSY = 0.9  # fraction of the time for which rounds run; steps then wait for them
-PERIOD = 1800.0  # seconds between two lines
+ADVICE_SECONDS = 1800.0  # seconds between two lines
 MIN_INTERVAL = 64  # of parameters in sparse rounds: at 8 peers they then have a third of the bytes
 
 
@@ -53,9 +53,9 @@ class Adviser:
         self._total_steps, self._pace = args.total_steps, (time.monotonic(), 10**9)
 
     def advise(self, averaging: float | None) -> str | None:
-        """Return advice, at most once in PERIOD, from the fraction of the time for which rounds run."""
+        """Return advice, at most once in ADVICE_SECONDS, from the fraction of the time for which rounds run."""
         now = time.monotonic()
-        if averaging is None or averaging < BUSY or now < self._advised_at + PERIOD:
+        if averaging is None or averaging < BUSY or now < self._advised_at + ADVICE_SECONDS:
             return None
         self._advised_at = now
         return (

@@ -4,8 +4,8 @@ Pure logic: no DHT, no clock, no torch. Untrusted peers write all records; the D
 their size and their values, see `run_records.TrainerRecord`. A peer is its ID.
 
 **Live peers.** A peer is alive if its progress report, its heartbeat, changed within `alive_timeout` on the monitor's
-clock, unless it announced its departure. It takes part while its heartbeat is fresh (`MAX_SILENCE`): a killed trainer
-is not waited for, nor one that says that it is away.
+clock, unless it announced its departure. It takes part while its heartbeat is fresh (`FRESH_SECONDS`): a killed
+trainer is not waited for, nor one that says that it is away.
 
 **Values of a step.** They are those of the peers that took it, whenever the monitor reads them. A step ends at the
 median of the times that they state. Its performance is its samples by the seconds since the step before ended. A peer
@@ -42,7 +42,7 @@ from peerstep.progress_record import PeerProgress, read_progress
 MAX_JUMP = HISTORY_LENGTH  # steps; normal progress between two refreshes
 MAX_STEPS_PER_SECOND = 10.0  # above the rate of any run: matchmaking alone takes seconds, half a second in a toy demo
 MAX_SPREAD = 3  # steps between peers of the same run; peers that average together are hardly ever apart
-MAX_SILENCE = 20.0  # seconds; trainers publish a heartbeat every 5
+FRESH_SECONDS = 20.0  # seconds; trainers publish a heartbeat every 5
 MAX_PENDING_STEPS = 2 * HISTORY_LENGTH  # unreported steps kept per peer
 
 
@@ -145,7 +145,7 @@ class MetricsAggregator:
         self._now = max(now, self._now)
         self._read(trainers, progress)
         self.live_peers = [peer for peer in self._peers.values() if peer.heard_at >= self._now - self.alive_timeout]
-        heard = [peer for peer in self.live_peers if peer.heard_at >= self._now - MAX_SILENCE]
+        heard = [peer for peer in self.live_peers if peer.heard_at >= self._now - FRESH_SECONDS]
         self._taking_part = [peer for peer in heard if not peer.heartbeat.away]
         self._go_back_if_outvoted()
         reports = self._take_complete()

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from cotrain.common.backoff import Backoff
 from cotrain.dht.metrics_schema import MAX_NUMBER
 from cotrain.models.model import find_device
-from cotrain.monitoring.aggregation import MAX_SILENCE, MAX_SPREAD
+from cotrain.monitoring.aggregation import FRESH_SECONDS, MAX_SPREAD
 from cotrain.monitoring.reporters import Reporters
 from cotrain.task import Task
 from cotrain.tasks.task_loading import load_samples
@@ -28,7 +28,7 @@ from peerstep.swarm import Swarm
 
 logger = get_logger(__name__)
 
-MAX_PAUSE = 60.0  # seconds between two attempts to download a state
+MAX_DOWNLOAD_PAUSE = 60.0  # seconds between two attempts to download a state
 
 
 class Evaluator:
@@ -79,7 +79,7 @@ class EvaluationLoop:
     def __post_init__(self):
         self._next_time = float("-inf")
         self._last_step = self.args.max_global_steps or float("inf")
-        self._backoff = Backoff(first=self.args.refresh_period, longest=MAX_PAUSE)
+        self._backoff = Backoff(first=self.args.refresh_period, longest=MAX_DOWNLOAD_PAUSE)
 
     def refresh(self) -> None:
         """Read the trainers' progress, and evaluate if an evaluation is due."""
@@ -94,7 +94,7 @@ class EvaluationLoop:
         """
         records = dht_records.get_records(self.peer.dht, f"{self.run_id}_training_progress")
         trainers, now = list(read_progress(records).values()), run_time()
-        heard = [progress for progress in trainers if now - progress.reported_at <= MAX_SILENCE] or trainers
+        heard = [progress for progress in trainers if now - progress.reported_at <= FRESH_SECONDS] or trainers
         epochs = [progress.epoch for progress in heard]
         newest = max(epochs, default=0)
         if 0 < newest < self.evaluated_step:

@@ -33,7 +33,7 @@ logger = get_logger(__name__)
 
 END_SECONDS = 20.0  # that the end of a monitor may take, half of them for a last checkpoint
 QUIET_SECONDS = 3.0  # without a trainer that leaves or a new step, after which the end has come
-MAX_PAUSE = 300.0  # seconds between two attempts to save a checkpoint
+MAX_SAVE_PAUSE = 300.0  # seconds between two attempts to save a checkpoint
 # Steps that a downloaded state may be ahead of the reports, which lag by a refresh period and a download. The monitor
 # offers a saved checkpoint permanently: all trainers would adopt the state of a fabricated step.
 MAX_LEAD = MAX_JUMP
@@ -54,7 +54,7 @@ class CheckpointKeeper:
         self._has_gone_back = False  # the run went back to a step before the saved one, which is not saved yet
         averager.credible_step = lambda: self._reported_step if self._reported_step >= 0 else None
         # A fabricated step has no state, and each attempt costs the trainers bandwidth.
-        self._backoff = Backoff(first=args.refresh_period, longest=MAX_PAUSE)
+        self._backoff = Backoff(first=args.refresh_period, longest=MAX_SAVE_PAUSE)
         # Called in the thread with the step of each saved checkpoint, while the model has its parameters
         self.on_saved: Callable[[int], None] | None = None
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="CheckpointKeeper")

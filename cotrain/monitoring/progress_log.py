@@ -5,14 +5,14 @@ from collections.abc import Callable, Hashable, Sequence
 
 from hivemind.utils import get_logger
 
-from cotrain.monitoring.aggregation import MAX_SILENCE, TrackedPeer
+from cotrain.monitoring.aggregation import FRESH_SECONDS, TrackedPeer
 from cotrain.status.status import format_duration, plural
 
 logger = get_logger(__name__)
 
 MAX_NAMED = 5  # trainers in one line
 # Seconds between a line about progress and the one before, or the newest step
-PERIOD, IDLE_PERIOD = 30.0, 300.0  # while there is progress, and while there is none
+LINE_SECONDS, IDLE_LINE_SECONDS = 30.0, 300.0  # while there is progress, and while there is none
 
 
 class ProgressLog:
@@ -47,7 +47,7 @@ class ProgressLog:
             self._newest, self._changed_at = (step, samples), now
         if shows_step:
             self._logged_at = now
-        if now - self._logged_at < (IDLE_PERIOD if self._logged == self._newest else PERIOD):
+        if now - self._logged_at < (IDLE_LINE_SECONDS if self._logged == self._newest else LINE_SECONDS):
             return
         self._logged_at, self._logged = now, self._newest
         if not peers:
@@ -55,7 +55,7 @@ class ProgressLog:
             logger.info(f"Waiting for trainers{origin if checkpoint_step >= 0 else ''}")
             return
         rate = sum(heartbeat.samples_per_second for heartbeat in heartbeats)
-        if now - self._changed_at > MAX_SILENCE:
+        if now - self._changed_at > FRESH_SECONDS:
             outlook = f"no new ones for {format_duration(now - self._changed_at)}"
         elif samples >= self.target_batch_size:
             outlook = "averaging"

@@ -29,11 +29,11 @@ logger = logging.getLogger(__name__)
 # Loss first, and without smoothing, which shows values that no step has
 PLOT_ORDER = "loss,validation loss,performance,alive peers,samples"
 ADDRESS = "{host}?project={project}&smoothing=0"
-CONNECT_TIMEOUT = 30.0  # seconds for wandb to connect, before it records offline
+WANDB_TIMEOUT = 30.0  # seconds for wandb to connect, before it records offline
 FINISH_TIMEOUT = 30.0  # seconds for wandb to upload the remaining values
 # A factor between the steps of two tables: a run of 125 000 steps has 250 leaderboards, not 25 000 of 8 KB each.
 TABLE_GROWTH = 1.05
-CLOSE_TIMEOUT = 40.0  # seconds that `Dashboard.close` waits; wandb and trackio take at most 30 to finish
+DASHBOARD_TIMEOUT = 40.0  # seconds that `Dashboard.close` waits; wandb and trackio take at most 30 to finish
 
 
 class Dashboard:
@@ -76,12 +76,12 @@ class Dashboard:
                 self._calls.put(self._withheld.pop(name))
 
     def close(self) -> None:
-        """Finish the upload within CLOSE_TIMEOUT seconds."""
+        """Finish the upload within DASHBOARD_TIMEOUT seconds."""
         for call in (*self._withheld.values(), self.tracker.finish, None):
             self._calls.put(call)
-        self._thread.join(CLOSE_TIMEOUT)
+        self._thread.join(DASHBOARD_TIMEOUT)
         if self._thread.is_alive():
-            self._warn(f"did not finish in {CLOSE_TIMEOUT:.0f} s; values may be missing there")
+            self._warn(f"did not finish in {DASHBOARD_TIMEOUT:.0f} s; values may be missing there")
 
     def _run(self) -> None:
         has_warned = False
@@ -135,7 +135,7 @@ class OfflineCapableWandbTracker(WandBTracker):
         self.init_kwargs["settings"] = wandb.Settings(
             silent=True,
             console="off",
-            init_timeout=CONNECT_TIMEOUT,
+            init_timeout=WANDB_TIMEOUT,
             finish_timeout=FINISH_TIMEOUT,
             # Do not upload the monitor's host name, command line, code and load.
             save_code=False,

@@ -25,7 +25,7 @@ from peerstep.swarm import Swarm, write_private_key
 
 logger = get_logger(__name__)
 
-RETRY_SECONDS = 3.0
+START_RETRY_SECONDS = 3.0
 
 
 @contextlib.contextmanager
@@ -87,7 +87,7 @@ def start_peer(
                 args.initial_peers,
                 is_first=is_alone,
                 client_mode=client_mode,
-                startup_timeout=max(RETRY_SECONDS, deadline - time.monotonic()),
+                startup_timeout=max(START_RETRY_SECONDS, deadline - time.monotonic()),
                 schemas=schemas,
                 should_stop=should_stop,
                 node_class=node_class,
@@ -102,12 +102,12 @@ def start_peer(
             )
         except SwarmError as error:
             fault = _explain(error, args)
-            if not fault.retryable or time.monotonic() + RETRY_SECONDS > deadline:
+            if not fault.retryable or time.monotonic() + START_RETRY_SECONDS > deadline:
                 raise fault from None
             if not has_warned:
                 logger.warning(f"{fault}. Trying for {args.bootstrap_timeout:.0f} seconds")
                 has_warned = True
-            if should_stop.wait(RETRY_SECONDS):
+            if should_stop.wait(START_RETRY_SECONDS):
                 raise SystemExit(0) from None
 
 

@@ -25,7 +25,7 @@ from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 from cotrain.arguments import TRAINER_ARGUMENTS, BaseTrainingArguments, CollaborationArguments
 from cotrain.common.argument_parser import CommandLine
 from cotrain.common.errors import TemporaryError, UserError, require_packages
-from cotrain.common.flags import MAX_NUMBER, check_maddr, find_settings, has_secret
+from cotrain.common.flags import MAX_FLAG, check_maddr, find_settings, has_secret
 from cotrain.common.json_file import JsonFile, write_json
 from cotrain.common.logs import setup_logging
 from cotrain.common.signals import StopSignal, ignore_launcher
@@ -43,8 +43,8 @@ logger = get_logger(__name__)
 
 KEY = "run_config"
 KEPT_FILE = "run_config.json"  # in the output folder: the signed settings that were taken
-MAX_CHARACTERS = 2200  # of the signed text; with keys and signatures, a record has 3.4 KB, see RunValidator
-MAX_LEAD = 3600.0  # seconds by which the time of a signature may be ahead of the run's clock
+MAX_SETTINGS_LENGTH = 2200  # of the signed text; with keys and signatures, a record has 3.4 KB, see RunValidator
+MAX_CLOCK_LEAD = 3600.0  # seconds by which the time of a signature may be ahead of the run's clock
 TASK = "task_sha256"  # setting of a run with a --task: it names the version of the file, which no peer sends
 SETTINGS = find_settings(TRAINER_ARGUMENTS) | {TASK}
 OPTIONAL_SETTINGS = find_settings(TRAINER_ARGUMENTS, optional_only=True)
@@ -77,9 +77,9 @@ class RunConfig:
             model = settings["model_name_or_path"] = None if is_folder else to_published_model(model)
         check_safe(settings)
         text = json.dumps({"protocol": PROTOCOL, "time": run_time(), "settings": settings}, separators=(",", ":"))
-        if len(text) > MAX_CHARACTERS:
+        if len(text) > MAX_SETTINGS_LENGTH:
             advice = "; put the model's configuration on the Hub, and pass its name" if is_inline(model or "") else ""
-            raise UserError(f"the settings of the run have {len(text)} characters of {MAX_CHARACTERS}{advice}")
+            raise UserError(f"the settings of the run have {len(text)} characters of {MAX_SETTINGS_LENGTH}{advice}")
         public_key = private_key.get_public_key()
         record = {"text": text, "public_key": public_key.to_bytes(), "signature": private_key.sign(text.encode())}
         return cls.parse(record, publisher=peer_id_of(public_key))
@@ -89,7 +89,7 @@ class RunConfig:
         """Check the signature, size, names and types of a record; raise ValueError if something is wrong."""
         try:
             text, key, signature = record["text"], record["public_key"], record["signature"]
-            if len(text) > MAX_CHARACTERS or len(key) > 1024 or len(signature) > 1024:
+            if len(text) > MAX_SETTINGS_LENGTH or len(key) > 1024 or len(signature) > 1024:
                 raise ValueError("too long")
             public_key = RSAPublicKey.from_bytes(key)
             if not public_key.verify(text.encode(), signature):
@@ -99,7 +99,7 @@ class RunConfig:
             wrong = [name for name, value in settings.items() if name not in SETTINGS or not _is_plain(value)]
             if wrong or "run_id" not in settings or type(protocol) is not int:
                 raise ValueError(f"wrong or missing settings: {wrong}")
-            if not content["time"] <= run_time() + MAX_LEAD:  # it would outlast what the organiser signs later
+            if not content["time"] <= run_time() + MAX_CLOCK_LEAD:  # it would outlast what the organiser signs later
                 raise ValueError("signed in the future")
             record = {"text": text, "public_key": key, "signature": signature}  # only what is signed is passed on
             return cls(settings, protocol, peer_id_of(public_key), publisher, float(content["time"]), record)
@@ -135,9 +135,9 @@ def check_safe(settings: Mapping[str, Setting]) -> None:
 def _is_plain(value: object) -> bool:
     """Whether a value can stand on a command line."""
     if isinstance(value, str):
-        limit = MAX_CHARACTERS if is_inline(value) else 1000
+        limit = MAX_SETTINGS_LENGTH if is_inline(value) else 1000
         return value.isprintable() and not value.startswith("-") and len(value) <= limit
-    return value is None or (isinstance(value, bool | int | float) and abs(value) <= MAX_NUMBER)  # not NaN, Infinity
+    return value is None or (isinstance(value, bool | int | float) and abs(value) <= MAX_FLAG)  # not NaN, Infinity
 
 
 def choose(

@@ -10,15 +10,15 @@ logger = get_logger(__name__)
 
 
 class ClientModeAlarm:
-    """Warns every PERIOD seconds while all trainers, at least two, are in client mode.
+    """Warns every WARNING_SECONDS seconds while all trainers, at least two, are in client mode.
 
     They cannot average with each other, and nobody can download their state.
     """
 
-    PERIOD = 300.0
+    WARNING_SECONDS = 300.0
 
     def __init__(self):
-        self._pause = Backoff(self.PERIOD, self.PERIOD)
+        self._pause = Backoff(self.WARNING_SECONDS, self.WARNING_SECONDS)
 
     def check(self, modes: Sequence[bool]) -> None:
         """Log the warning if it is due for these trainers, whether each of them is in client mode."""

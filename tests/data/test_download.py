@@ -419,7 +419,7 @@ def test_an_address_of_the_run_gets_no_password_and_no_proxy(args, host, folders
 
 @pytest.mark.parametrize("method", [Answer.serve, Answer.serve_chunked])
 def test_an_archive_that_the_run_has_chosen_has_a_limit(args, host, folders, monkeypatch, method):
-    monkeypatch.setattr(fetch, "MAX_BYTES", 240_000)
+    monkeypatch.setattr(fetch, "MAX_DOWNLOAD_BYTES", 240_000)
     host.script, address = [method], args.dataset_url
     chosen_by_the_run(args, "127.0.0.1")
     message = "has more than 0.00024 GB: refused; if you want it, pass the address yourself"
@@ -432,7 +432,7 @@ def test_an_archive_that_the_run_has_chosen_has_a_limit(args, host, folders, mon
 
 def test_disk_space_is_checked_during_a_transfer_of_unknown_size(args, host, monkeypatch):
     host.script, spaces = [Answer.serve_chunked], iter([10**9, 10**9])
-    monkeypatch.setattr(fetch, "BLOCK", 100_000)
+    monkeypatch.setattr(fetch, "READ_BYTES", 100_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=next(spaces, 10**7)))
     assert "MB are needed, 10 MB are free" in fail(args)
     assert 0 < (Path(args.dataset_path).parent / ".dataset.download").stat().st_size <= 100_000
@@ -441,7 +441,7 @@ def test_disk_space_is_checked_during_a_transfer_of_unknown_size(args, host, mon
 @pytest.mark.parametrize(
     ("method", "limit", "seconds", "message"),
     [
-        (Answer.stall, "READ_TIMEOUT", 2.0, "127.0.0.1"),
+        (Answer.stall, "SILENCE_TIMEOUT", 2.0, "127.0.0.1"),
         (Answer.drip, "SPEED_WINDOW", 0.3, "fewer than 1,000 bytes a second"),
     ],
 )
@@ -719,7 +719,7 @@ def test_stopped_while_downloading(args, host, folders, monkeypatch):
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(fetch, "BLOCK", 100_000)
+        patch.setattr(fetch, "READ_BYTES", 100_000)
         patch.setattr(fetch, "check_space", stop)
         fetch_data(args)
     partial_file = Path(args.dataset_path).parent / ".dataset.download"

@@ -59,9 +59,9 @@ def public(tmp_path_factory) -> Path:
 @pytest.fixture
 def host(public, tmp_path, monkeypatch) -> Iterator[Host]:
     monkeypatch.setattr(download, "PAUSES", ())
-    monkeypatch.setattr(shards, "FIRST_PAUSE", 0.05)
-    monkeypatch.setattr(shards, "LONGEST_PAUSE", 0.05)
-    monkeypatch.setattr(shards, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(shards, "FIRST_RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(shards, "LAST_RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(shards, "LOOK_PERIOD", 0.02)
     monkeypatch.setattr(sampler, "PATIENCE", SECONDS)
     begun = []
     monkeypatch.setattr(ShardCache, "start", lambda self: (begun.append(self), PeriodicThread.start(self)))

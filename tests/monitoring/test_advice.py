@@ -3,7 +3,7 @@
 import pytest
 
 from cotrain.common.flags import ArgumentsError
-from cotrain.monitoring.advice import PERIOD, Adviser, parse_shares
+from cotrain.monitoring.advice import ADVICE_SECONDS, Adviser, parse_shares
 from run_training_monitor import RunArguments
 from tests.support.dht_records import trainer_record
 
@@ -62,7 +62,7 @@ def test_advice_depends_on_the_settings(settings, advice):
     adviser = Adviser(make_settings(**settings))
     assert adviser.advise(None) is None and adviser.advise(0.8) is None
     assert advice in adviser.advise(1.0) and adviser.advise(1.0) is None
-    adviser._advised_at -= PERIOD
+    adviser._advised_at -= ADVICE_SECONDS
     assert adviser.advise(1.0)
 
 

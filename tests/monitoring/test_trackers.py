@@ -44,7 +44,7 @@ dashboard, folder, first, last = sys.argv[1], sys.argv[2], int(sys.argv[3]), int
 if dashboard == "wandb":
     import wandb  # takes seconds, which are not to count
 started = time.monotonic()
-trackers.CONNECT_TIMEOUT = trackers.FINISH_TIMEOUT = 2.0
+trackers.WANDB_TIMEOUT = trackers.FINISH_TIMEOUT = 2.0
 reporters = reporting.Reporters(Path(folder), "my run", dashboard)
 for step in range(first, last + 1):
     loss = None if step == 1 else 10.0 - step
@@ -178,7 +178,7 @@ def test_dashboard_that_fails_is_one_warning(tmp_path, caplog, failing):
 
 @pytest.mark.parametrize("hanging", ["start", "log", "finish"])
 def test_dashboard_that_hangs_does_not_hold_up_the_monitor(tmp_path, monkeypatch, caplog, hanging):
-    monkeypatch.setattr(trackers, "CLOSE_TIMEOUT", 0.5)
+    monkeypatch.setattr(trackers, "DASHBOARD_TIMEOUT", 0.5)
     answer = threading.Event()
     report_all(make_reporters(tmp_path, **{f"{hanging}.side_effect": lambda *_, **__: answer.wait(300)})[0], range(3))
     assert steps_in(tmp_path) == [0, 1, 2]

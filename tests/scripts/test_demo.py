@@ -68,7 +68,7 @@ class TestWorkers:
             workers.wait_for(lambda: False, "the moon", 0.3)
 
     def test_stop_kills_processes_that_ignore_sigterm(self, tmp_path, workers, monkeypatch):
-        monkeypatch.setattr(run_local_demo, "STOP_TIMEOUT", 1.0)
+        monkeypatch.setattr(run_local_demo, "STOP_SECONDS", 1.0)
         code = "import signal, time; signal.signal(15, signal.SIG_IGN); print('ready', flush=True); time.sleep(3600)"
         deaf = self.script(tmp_path, code)
         for name in ("a", "b"):
