@@ -38,6 +38,7 @@ GradientCompression = Literal[Compression, "blockwise8", "blockwise4", "topk"]
 
 
 def check_compression(compression: str, local_updates: bool) -> None:
+    """Raise ArgumentsError for a compression of gradients that needs local updates, without them."""
     require(
         compression != "topk" or local_updates,
         "--gradient_compression topk also needs --local_updates: a step of Adam needs all of a gradient",
@@ -153,7 +154,10 @@ class BaseTrainingArguments(Flags, group="Peer"):
 
     @property
     def end_time(self) -> float:
-        """End of the run (`time.time`), in UTC unless --ends_at states an offset; infinity if there is none."""
+        """End of the run (`time.time`), in UTC unless --ends_at states an offset; infinity if there is none.
+
+        :raises ArgumentsError: if --ends_at is not a date
+        """
         if self.ends_at is None:
             return math.inf
         try:

@@ -48,6 +48,7 @@ def trainer_command(
     """Return the command line of a trainer, from the values of a form. Without a tunnel it is in client mode.
 
     :param initial_peers: None for the trainer that begins a run; `more_flags` then state the settings of the run
+    :raises UserError: if `initial_peers` has no address
     """
     command = [sys.executable, "run_trainer.py", "--disable_tqdm", "--per_device_train_batch_size", str(batch_size)]
     command += ["--client_mode"] if tunnel == "none" else ["--tunnel", tunnel]

@@ -28,6 +28,8 @@ class InvitationError(Exception):
 
 @dataclass
 class Invitation:
+    """What lets its holder into a run, and gives it the identity under which it trains."""
+
     authority: RSAPublicKey  # the organiser's
     private_key: RSAPrivateKey  # the invited peer's
     token: AccessToken
@@ -50,6 +52,11 @@ def load_identity(path: Path, flag: str = "--identity_path") -> RSAPrivateKey:
 
 
 def make_invitation(authority: RSAPrivateKey, username: str, days: float) -> Invitation:
+    """Make an invitation with a new identity.
+
+    :param authority: the key of the organiser, which signs it
+    :param days: for which it holds
+    """
     private_key = RSAPrivateKey()
     token = AccessToken(
         username=username,
@@ -81,6 +88,7 @@ def check_token(token: AccessToken, authority: RSAPublicKey, peer_id: PeerID) ->
 
 
 def save_invitation(invitation: Invitation, path: Path) -> None:
+    """Write an invitation, which is a secret: only the owner of the file may read it."""
     content = {
         "authority": invitation.authority.to_bytes().decode(),
         "private_key": base64.b64encode(invitation.private_key.to_bytes()).decode(),

@@ -123,7 +123,10 @@ def find_invitations(username: str, authority_path: Path) -> set[str]:
 
 
 def revoke_invitations(peers: Collection[str], authority: RSAPrivateKey, authority_path: Path) -> Path:
-    """Add peer IDs to the organiser's signed list, `authority.revoked`, and return its path."""
+    """Add peer IDs to the organiser's signed list, `authority.revoked`, and return its path.
+
+    :raises UserError: if the file is not a list that the organiser has signed
+    """
     path = authority_path.with_suffix(".revoked")
     try:
         revocations = Revocations()

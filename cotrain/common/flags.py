@@ -17,6 +17,7 @@ class ArgumentsError(UserError, ValueError):
 
 
 def require(condition: bool, message: str) -> None:
+    """Raise ArgumentsError with a message unless a condition holds."""
     if not condition:
         raise ArgumentsError(message)
 
@@ -80,7 +81,7 @@ def find_settings(dataclass_types: list[type], *, optional_only: bool = False) -
 
 
 def require_apart(name: str, path: str, other_name: str, other_path: str) -> None:
-    """Check that neither of two folders, which are written at the same time, is inside the other."""
+    """Raise ArgumentsError if one of two folders, which are written at the same time, is inside the other."""
     resolved, other = Path(path).resolve(), Path(other_path).resolve()
     if resolved.is_relative_to(other) or other.is_relative_to(resolved):
         raise ArgumentsError(f"--{name} '{path}' and --{other_name} '{other_path}' must not be inside each other")
@@ -168,6 +169,7 @@ def check_announced(flag: str, maddr: str) -> None:
 
 
 def check_peer(flag: str, maddr: str) -> None:
+    """Check that a value is the address of a peer, with its ID; ArgumentsError with the address as it should be."""
     copy = "Copy the whole address that the peer prints"
     endpoint = HOST_PORT.fullmatch(maddr)  # the notation of older examples
     protocols = {} if endpoint else check_maddr(flag, maddr)

@@ -89,7 +89,7 @@ class JsonLinesFile:
         self.flush()
 
     def flush(self) -> None:
-        """Write the lines that wait in memory, if there are any."""
+        """Write the lines that wait in memory, if there are any; OSError if the disk is full."""
         if not self._waiting:
             return
         try:

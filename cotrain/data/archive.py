@@ -64,6 +64,7 @@ def write_archive(path: Path, folders: dict[str, Path]) -> str:
 
 
 def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal digits."""
     with open(path, "rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 

@@ -75,6 +75,7 @@ class Documents:
         return [self.select(numbers) for numbers in np.split(np.arange(len(self)), ends) if len(numbers)]
 
     def read(self) -> list[str]:
+        """Return the texts, all in memory."""
         texts = _open(self.path)
         return [texts[row].as_py() for row in self.rows.tolist()]  # `take` would copy all chunks, at most 2 GiB
 
@@ -157,6 +158,7 @@ def open_corpus(source: Source, folder: Path, validation_fraction: float, seed: 
 
     :param validation_fraction: fraction of the documents that is held out if the source has no validation text; of a
         text in several parts at most MAX_VALIDATION of one part
+    :raises UserError: if a split has no text, or none can be held out
     """
     corpus = {split: Corpus(sorted(folder.glob(f"{split}-*.arrow"))) for split in source.parts}
     for split, documents in corpus.items():

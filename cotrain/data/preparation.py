@@ -34,7 +34,7 @@ GROUP_CHARS = 500_000
 
 @contextlib.contextmanager
 def open_pool(num_proc: int) -> Iterator[Callable]:
-    """Yield a `map` that runs in worker processes."""
+    """Yield a `map` that runs in worker processes; UserError if one of them dies."""
     # A worker leaves Ctrl-C to this process, and ends with it.
     pool = ProcessPoolExecutor(num_proc, initializer=leave_with_parent)
     try:
@@ -60,6 +60,7 @@ def save_dataset(
     :param work: folder for intermediate files
     :param archive: write shards of the training text beside this file, and not into the folder
     :returns: for each split, the fields of `PackingStats`; and the shards
+    :raises UserError: if a split makes no sample
     """
     splits, shards, dataset = {}, [], DatasetDict()
     with open_pool(num_proc) as map_tasks:
@@ -140,6 +141,7 @@ def open_encoder(folder: str) -> TextEncoder:
 
 
 def summarize(manifest: Manifest) -> str:
+    """Return a line for each split, and a warning for training samples that are mostly padding."""
     lines = []
     for split, numbers in manifest.splits.items():
         counts = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in numbers.items())

@@ -64,7 +64,7 @@ def open_files(pattern: str, work: Path, column: str | None, encoding: str | Non
 
 
 def open_splits(name: str, splits: dict[str, list[Path]], column: str | None, encoding: str | None) -> Source:
-    """Open files, all of one kind.
+    """Open files; UserError if they are not all of one kind.
 
     :param column: of the text, if the files have columns; None: each row is a conversation
     :param encoding: of the files; None: find it
@@ -152,7 +152,7 @@ def find_encoding(path: Path) -> str:
 def open_dataset(
     name: str, config_name: str | None, column: str | None, encoding: str | None, **options: object
 ) -> Source:
-    """Open a dataset on the Hugging Face Hub, or one in a folder.
+    """Open a dataset on the Hugging Face Hub, or one in a folder; UserError if there is none of this name.
 
     :param options: of `datasets.load_dataset`
     """

@@ -264,6 +264,7 @@ def to_float(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def enable_gradient_checkpointing(model: torch.nn.Module) -> None:
+    """Compute activations again in the backward pass; UserError for a model that does not support it."""
     albert_layers = [module for module in model.modules() if type(module) is AlbertLayer]
     for layer in albert_layers:
         layer.__class__ = CheckpointedAlbertLayer  # DataParallel's replicas would share a replaced `forward`

@@ -79,6 +79,7 @@ class Contributors:
             self.count(report.contributions)
 
     def count(self, contributions: Iterable[PeerStep]) -> None:
+        """Add the samples of peers in a step; those that are reported late count as well."""
         for contribution in contributions:
             if contribution.samples > 0:
                 contributor = self._find(contribution.peer)

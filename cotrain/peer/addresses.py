@@ -25,7 +25,10 @@ def fix_tcp_port(host_maddrs: Sequence[str]) -> tuple[list[str], int]:
 
 
 def announce_public_ip(args: BaseTrainingArguments, service: str) -> None:
-    """Announce this machine's public IP address, which a web service returns, with the port of the peer."""
+    """Announce this machine's public IP address, which a web service returns, with the port of the peer.
+
+    :raises TemporaryError: if the service returns no address within 10 seconds
+    """
     try:
         response = requests.get(service, timeout=10.0)
         response.raise_for_status()

@@ -130,7 +130,10 @@ async def _forward(ngrok, token: str, local: str, parent: Connection) -> None:
 
 
 def find_ngrok_token() -> str:
-    """Return the account's token: NGROK_AUTHTOKEN, or that in the file of `ngrok config add-authtoken`."""
+    """Return the account's token: NGROK_AUTHTOKEN, or that in the file of `ngrok config add-authtoken`.
+
+    :raises UserError: if there is neither
+    """
     path = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "ngrok" / "ngrok.yml"
     token = os.environ.get("NGROK_AUTHTOKEN", "").strip()
     if not token and path.is_file():

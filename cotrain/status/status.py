@@ -58,6 +58,7 @@ class TrainerStatus:
 
 
 def format_duration(seconds: float) -> str:
+    """Return seconds in the largest unit of which there are two."""
     for unit, length in (("days", 86400), ("hours", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
@@ -134,6 +135,7 @@ def describe_contribution(status: TrainerStatus) -> str:
 
 
 def write_status(folder: Path, status: TrainerStatus) -> None:
+    """Replace the status file in a folder; nothing happens on a full disk."""
     with contextlib.suppress(OSError):  # on a full disk the file grows old, which `--status` says
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / FILE_NAME, asdict(status))

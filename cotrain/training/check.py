@@ -175,7 +175,7 @@ def check_open_files(limit: int) -> Finding:
 
 
 def check_folders(output_dir: Path) -> str:
-    """Lock the output folder, as a trainer does, and return where files are."""
+    """Lock the output folder, as a trainer does, and return where files are; UserError if it cannot be used."""
     with lock_folder(output_dir, "--output_dir") as fault:
         if fault:
             raise UserError(fault)
@@ -294,7 +294,7 @@ def check_address(maddr: str) -> Finding:
 
 
 def check_peer(dht: DHT, peer_id: PeerID, client_mode: bool) -> str:
-    """Ask a peer whether it answers and can dial this peer."""
+    """Ask a peer whether it answers and can dial this peer; UserError if not."""
     fault = dht.run_coroutine(partial(_ping, peer_id=peer_id), return_future=True).result(timeout=60.0)
     if fault is not None:
         raise UserError(fault)
