@@ -19,4 +19,5 @@ from cotrain.arguments import (
     TrainerArguments,
     check_compression,
     parse_size,
+    weight_files,
 )

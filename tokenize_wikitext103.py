@@ -13,7 +13,6 @@ import contextlib
 import glob
 import hashlib
 import itertools
-import json
 import math
 import os
 import re
@@ -28,7 +27,7 @@ from typing import Literal
 
 from tqdm.auto import tqdm
 
-from arguments import BASE_FOLDER, DATASET_FOLDERS, parse_size
+from arguments import BASE_FOLDER, DATASET_FOLDERS, parse_size, weight_files
 from cotrain.common.errors import run_script
 from cotrain.common.flags import ArgumentsError, Flags, flag, require, require_apart
 from cotrain.data.corpus import Corpus, open_corpus, read_corpus
@@ -131,10 +130,8 @@ class TokenizationArguments(Flags, group="Tokenization"):
             raise ArgumentsError(f"--archive {self.archive}: it is compressed; pass a name that ends in .tar.gz")
         if self.base is not None:
             require(self.archive is not None, "--base also needs --archive")
-            base, names = Path(self.base), ["config.json", "model.safetensors"]
-            if not (base / names[1]).is_file() and (index := base / "model.safetensors.index.json").is_file():
-                names[1:] = sorted({*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
-            lacking = ", ".join(name for name in names if not (base / name).is_file())
+            names = ["config.json", *weight_files(Path(self.base))]
+            lacking = ", ".join(name for name in names if not Path(self.base, name).is_file())
             what = f"--base: there is no model with config.json and model.safetensors in '{self.base}'"
             require(not lacking, f"{what}: it lacks {lacking:.200}")
         if self.dataset_config_name is None and self.dataset_name.endswith("wikitext"):

@@ -5,6 +5,7 @@ older examples are translated in cotrain/common/argument_parser.py.
 """
 
 import hashlib
+import json
 import math
 import re
 import time
@@ -35,6 +36,18 @@ BASE_FOLDER = "data/model"  # of pretrained weights in the archive of the data
 
 Compression = Literal["none", "float16", "scaled_float16"]
 GradientCompression = Literal[Compression, "blockwise8", "blockwise4", "topk"]
+
+
+def weight_files(folder: Path) -> list[str]:
+    """Return the names of the safetensors files of the model in a folder; ArgumentsError if its index is damaged."""
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").is_file() or not index.is_file():
+        return ["model.safetensors"]
+    try:
+        names = sorted({*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+        return [index.with_name(name).name for name in names]  # raises ValueError for what is in another folder
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ArgumentsError(f"'{index}' is damaged, or no index of files beside it; copy the model again") from None
 
 
 def check_compression(compression: str, local_updates: bool) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import json
 import logging
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from safetensors import safe_open
 from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
-from cotrain.arguments import ModelArguments
+from cotrain.arguments import ModelArguments, weight_files
 from cotrain.common.errors import UserError, first_line
 from cotrain.common.hosts import MAX_DOWNLOAD_BYTES
 from cotrain.models.config import find_refusal, is_inline
@@ -94,10 +93,8 @@ def digest_weights(args: ModelArguments) -> str:
     """
     name, options = args.model_name_or_path, args.hub_options
     config = Path(name, "config.json") if Path(name).is_dir() else Path(cached_file(name, "config.json", **options))
-    index, files, tensors = config.with_name("model.safetensors.index.json"), {"model.safetensors"}, {}
-    if not config.with_name("model.safetensors").is_file() and index.is_file():
-        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    for path in filter(Path.is_file, map(config.with_name, files)):  # other precisions may lie beside them
+    tensors = {}
+    for path in filter(Path.is_file, map(config.with_name, weight_files(config.parent))):  # other precisions beside
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118  it is no dictionary
                 part = file.get_slice(key)

@@ -135,6 +135,10 @@ def test_other_weights_have_another_digest(prepared, base, tmp_path):
     save_file({"x": torch.zeros(1)}, resharded / "model.fp16.safetensors")  # another precision, downloaded before
     assert digest_weights(arguments(prepared, resharded)) == digest
     assert digest_weights(arguments(prepared, make_base(tmp_path / "other", seed=1))) != digest
+    for content in ("{", "[]", '{"weight_map": {"x": 1}}', '{"weight_map": {"x": "../model.safetensors"}}'):
+        (resharded / "model.safetensors.index.json").write_text(content, encoding="utf-8")
+        with pytest.raises(UserError, match="index.json' is damaged"):
+            digest_weights(arguments(prepared, resharded))
 
 
 def test_frozen_parameters_of_a_task_keep_their_precision():
