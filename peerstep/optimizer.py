@@ -452,8 +452,8 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         if self._num_stuck >= (MAX_FAILURES if is_first else MAX_FAILURES_OF_OTHERS):
             number = self.tracker.ignore(lambda progress: progress.completed < step)
             logger.warning(
-                f"No group for step #{step}, {self._num_stuck} times: taking it without {number} other trainers, "
-                "which this peer does not reach"
+                f"No group for step #{step}, {self._num_stuck} times: taking it without the trainers that this peer "
+                f"does not reach ({number})"
             )
             self._num_failures = self._num_stuck = 0
         else:
@@ -649,7 +649,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             return False
         self._failed_loads = 0
         number = self.tracker.ignore(lambda progress: abs(progress.epoch - other.epoch) <= 1)
-        logger.warning(f"Ignoring {number} peers that claim step #{other.epoch}: no peer offers a state of that step")
+        logger.warning(f"Ignoring the peers that claim step #{other.epoch} ({number}): nobody offers a state of it")
         return False
 
     def forget_progress(self) -> None:
