@@ -18,8 +18,14 @@ logger = logging.getLogger(__name__)
 
 OWNER_FILE = "run.json"
 # What belongs to a run and is kept. A peer's identity stays, and dashboards, which have a project for each run.
-PATTERNS = ("checkpoint-[0-9]*", "metrics.jsonl", "evaluations.jsonl", "rounds.jsonl", "rounds.jsonl.1",
-            "contributors.json", "wandb_run_id")  # fmt: skip
+PATTERNS = (
+    "checkpoint-[0-9]*",
+    "metrics.jsonl",
+    "evaluations.jsonl",
+    "rounds.jsonl*",
+    "contributors.json",
+    "wandb_run_id",
+)
 MAX_NAME = 200  # bytes of a folder's name: most file systems take 255
 
 
