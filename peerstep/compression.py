@@ -57,7 +57,7 @@ class CodedCompression(CompressionBase):
             raise ValueError(f"a tensor has an unknown format: {buffer[:1]!r}")
         tensor = decode(buffer, math.prod(shape)).view(shape)
         tensor = tensor.to(getattr(torch, serialized_tensor.dtype))
-        tensor.nan_to_num_()  # a scale that is rounded up may exceed the largest value of the type
+        tensor.nan_to_num_(nan=math.nan)  # a scale that is rounded up may exceed the largest value of the type
         return tensor.requires_grad_(serialized_tensor.requires_grad)
 
     def estimate_compression_ratio(self, info: CompressionInfo) -> float:
@@ -221,7 +221,8 @@ COMPRESSIONS: dict[str, type[CompressionBase]] = {
     "blockwise4": Blockwise4Bit,
     "topk": TopK,
 }
-_DECODERS = {bytes([format_.code]): format_.decode for format_ in (Blockwise8Bit(), Blockwise4Bit(), TopK())}
+_CODED = [kind() for kind in COMPRESSIONS.values() if issubclass(kind, CodedCompression)]
+_DECODERS = {bytes([format_.code]): format_.decode for format_ in _CODED}
 
 
 def build_state_compression(name: str) -> CompressionBase:

@@ -40,8 +40,8 @@ from peerstep.uplink import UplinkMeter
 
 logger = get_logger(__name__)
 
-# Bound on the distance between an element of two peers' parameters, in learning rates: honest ones differ by less than
-# an update.
+# Bound on the distance between two peers' parameters, in learning rates, as a root mean square over the elements of a
+# part, beside PARAMETER_CHANGE of their norm: honest ones differ by less than an update.
 PARAMETER_STEPS = 2.0
 BAN_SECONDS = 600.0  # duration of the ban for values that are not finite; short, since the fault may be transient
 REPORT_SECONDS = 600.0  # between two warnings about values of the same peer that were scaled down

@@ -144,7 +144,7 @@ def test_two_steps_within_one_local_step_are_both_reported(session):
     for loss in (2.0, 4.0):
         session.loss_meter.add(torch.tensor(loss))
     assert session.after_local_step()
-    rows = [(step, samples, loss, mini_steps) for step, _, samples, loss, mini_steps, _ in published_history(session)]
+    rows = [(step, samples, loss, mini_steps) for step, _, samples, loss, mini_steps, *_ in published_history(session)]
     assert rows == [(10, 64, 6.0, 2), (11, 32, 0.0, 0)]
     assert session.status.applied == 96
 
