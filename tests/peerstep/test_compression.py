@@ -13,10 +13,11 @@ from hivemind.proto import runtime_pb2
 from hivemind.proto.runtime_pb2 import BLOCKWISE_8BIT
 from hypothesis import example, given, settings
 
-from peerstep.compression import BLOCK, FRACTION, Blockwise4Bit, Blockwise8Bit, CodedCompression, TopK
+from peerstep.compression import BLOCK, COMPRESSIONS, FRACTION, Blockwise4Bit, Blockwise8Bit, CodedCompression, TopK
 from peerstep.wire import TensorSpec, check_tensor
 
 pytestmark = pytest.mark.usefixtures("patches")
+CODED = [kind() for kind in COMPRESSIONS.values() if issubclass(kind, CodedCompression)]
 formats = pytest.mark.parametrize("compression", [Blockwise8Bit(), Blockwise4Bit()], ids=["8 bits", "4 bits"])
 
 
@@ -175,7 +176,7 @@ def test_malformed_buffers_are_refused(compression, change, reason):
         deserialize_torch_tensor(message)
 
 
-@pytest.mark.parametrize("compression", [Blockwise8Bit(), Blockwise4Bit(), TopK()])
+@pytest.mark.parametrize("compression", CODED, ids=lambda compression: type(compression).__name__)
 @given(buffer=st.binary(max_size=300), numel=st.integers(0, 300))
 @settings(max_examples=200, deadline=None, derandomize=True)
 def test_any_buffer_gives_the_expected_values_or_is_refused(compression, buffer, numel):
