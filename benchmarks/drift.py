@@ -20,9 +20,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
+from cotrain.training.builders import build_param_groups
 from cotrain.training.check import BITS
 from tests.support.models import build_model
-from tests.support.swarm import CONFIG, SAMPLES, Network, Swarm, flat, parameters_of
+from tests.support.swarm import CONFIG, SAMPLES, Swarm, flat
 
 LOCAL_STEP_SAMPLES = 4
 LOCAL_STEPS = 3  # of each trainer in a global step, in local updates
@@ -84,7 +85,7 @@ def train(swarm: Swarm, num_trainers: int, num_steps: int) -> tuple[list[float],
     return distances, parameters[0]
 
 
-def measure(network: Network, setting: Setting, num_trainers: int, num_steps: int) -> tuple[list[float], torch.Tensor]:
+def measure(setting: Setting, num_trainers: int, num_steps: int) -> tuple[list[float], torch.Tensor]:
     with ExitStack() as own, tempfile.TemporaryDirectory() as folder:
         options = {
             "gradient_compression": setting.gradient,
@@ -94,7 +95,7 @@ def measure(network: Network, setting: Setting, num_trainers: int, num_steps: in
         }
         if setting.local_updates:
             options |= {"local_updates": True, "max_grad_norm": 1.0}
-        return train(Swarm(own, network, Path(folder), **options), num_trainers, num_steps)
+        return train(Swarm(own, Path(folder), **options), num_trainers, num_steps)
 
 
 def main() -> None:
@@ -102,23 +103,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24, help="global steps in each setting; default: 24")
     parser.add_argument("--trainers", type=int, default=3, help="default: 3")
     args = parser.parse_args()
-    initial = flat(parameters_of(build_model(CONFIG, "run")))
+    groups = build_param_groups(build_model(CONFIG, "run"), 0.01)  # in the optimizer's order
+    initial = flat(parameter for group in groups for parameter in group["params"])
     print(f"{args.trainers} trainers, {args.steps} global steps, {len(initial):,} parameters")
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        network, exact = Network(stack, Path(folder)), {}
-        for setting in settings():
-            if setting.local_updates not in exact:
-                print(f"\n{'local updates' if setting.local_updates else 'gradients'}")
-                columns = f"{'gradient':>12}{'parameter':>12}{'every':>7}{'bits':>7}"
-                print(f"{columns}{'apart: last':>13}{'most':>10}{'error':>10}")
-            distances, parameters = measure(network, setting, args.trainers, args.steps)
-            reference = exact.setdefault(setting.local_updates, parameters)
-            error = float((parameters - reference).norm() / (reference - initial).norm())
-            print(
-                f"{setting.gradient:>12}{setting.parameter:>12}{setting.every:>7}{setting.bits:>7.1f}"
-                f"{distances[-1]:>13.1e}{max(distances):>10.1e}{error:>10.1e}",
-                flush=True,
-            )
+    exact = {}
+    for setting in settings():
+        if setting.local_updates not in exact:
+            print(f"\n{'local updates' if setting.local_updates else 'gradients'}")
+            columns = f"{'gradient':>12}{'parameter':>12}{'every':>7}{'bits':>7}"
+            print(f"{columns}{'apart: last':>13}{'most':>10}{'error':>10}")
+        distances, parameters = measure(setting, args.trainers, args.steps)
+        reference = exact.setdefault(setting.local_updates, parameters)
+        error = float((parameters - reference).norm() / (reference - initial).norm())
+        print(
+            f"{setting.gradient:>12}{setting.parameter:>12}{setting.every:>7}{setting.bits:>7.1f}"
+            f"{distances[-1]:>13.1e}{max(distances):>10.1e}{error:>10.1e}",
+            flush=True,
+        )
     print(f"\n{LEGEND}")
 
 

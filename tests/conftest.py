@@ -23,7 +23,7 @@ from tests.support.peers import Scripts, prepare_data, served
 
 # A test that asks for one of these starts peers, or other programs that spend more than a CPU second. Others are
 # marked one by one.
-FIXTURES_WITH_PEERS = {"scripts", "demo", "internet", "peers", "network"}
+FIXTURES_WITH_PEERS = {"scripts", "demo", "internet", "peers", "build_swarm"}
 FIXTURES_WITH_PROGRAMS = {"launcher", "prepared", "repository", "small_text"}
 LAST_LINES = 30
 
@@ -180,20 +180,11 @@ def internet() -> Iterator[Internet]:
         yield internet
 
 
-@pytest.fixture(scope="module")
-def network(tmp_path_factory) -> Iterator:
-    """DHT peers in the tests' process, see tests/support/swarm.py."""
-    from tests.support.swarm import Network  # it imports a lot
-
-    with ExitStack() as stack:
-        yield Network(stack, tmp_path_factory.mktemp("network"))
-
-
 @pytest.fixture
-def build_swarm(network, tmp_path, monkeypatch) -> Iterator[Callable]:
+def build_swarm(tmp_path, monkeypatch) -> Iterator[Callable]:
     """Builds the peers of a run in the tests' process; its options are those of `local_optimizer`."""
-    from tests.support.swarm import Swarm
+    from tests.support.swarm import Swarm  # it imports a lot
 
     monkeypatch.setattr("peerstep.reducer.LATE_SECONDS", 60.0)  # a busy machine exceeds it
     with ExitStack() as stack:
-        yield lambda **options: Swarm(stack, network, tmp_path, **options)
+        yield lambda **options: Swarm(stack, tmp_path, **options)

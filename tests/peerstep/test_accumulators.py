@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import pytest
 import torch
 
 from peerstep.accumulators import GradientAccumulator
@@ -47,19 +46,6 @@ class Peer:
         return self.accumulator.local_changes()[0].item()
 
 
-def test_result_of_a_round_is_added_to_the_local_steps_since():
-    peer = Peer()
-    peer.train(-1.0, num_samples=3)
-    assert peer.load() == (1.0, 3)
-    peer.train(-0.25)
-    peer.accumulator.confirm()
-    peer.step[0].fill_(-8.0)
-    assert peer.changes == -0.25
-    peer.accumulator.rebase()
-    assert peer.model[0] == -8.25
-    assert peer.load() == (0.25, 1)
-
-
 def test_a_round_may_begin_before_the_result_of_the_last_one_is_copied():
     peer = Peer()
     peer.train(-1.0)
@@ -76,25 +62,6 @@ def test_a_round_may_begin_before_the_result_of_the_last_one_is_copied():
     peer.step[0].fill_(-16.0)
     peer.accumulator.rebase()
     assert peer.model[0] == -16.25
-
-
-def test_missed_contribution_counts_in_the_next_round():
-    peer = Peer()
-    peer.train(-1.0, num_samples=3)
-    peer.load()
-    peer.train(-0.5, num_samples=2)
-    peer.accumulator.take_back(3)
-    assert peer.load() == (1.5, 5)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_parameters_that_are_not_finite_contribute_nothing(value):
-    peer = Peer()
-    peer.train(value)
-    assert peer.load() == (0.0, 0)
-    peer.accumulator.confirm()
-    peer.accumulator.drop()
-    assert peer.model[0] == 0 and peer.changes == 0 and peer.accumulator.num_samples == 0
 
 
 def test_what_a_sparse_round_does_not_take_stays_in_the_model():

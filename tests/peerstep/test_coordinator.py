@@ -1,13 +1,11 @@
 """Tests of RoundCoordinator: the outcome of a step's round for each behaviour of the other peers. No processes."""
 
-import json
 from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 from hivemind.averaging.control import AveragingStage
 
-from cotrain.common.json_file import JsonLinesFile
 from peerstep import coordinator as coordinator_module
 from peerstep.coordinator import GRACE_SECONDS, RoundCoordinator
 from peerstep.rounds import Outcome, RoundResult
@@ -263,25 +261,3 @@ def test_request_of_another_peer_refreshes_the_reports(parts):
     averager.requested_step.value = 5
     coordinator.look_ahead()
     assert tracker.num_looks == 1 and not averager.controls
-
-
-def test_averager_receives_changed_rosters_only(parts):
-    coordinator, tracker, averager = parts
-    for _ in range(3):
-        coordinator.update_roster()
-    assert averager.rosters == [((5, 2), 4)]
-    tracker.others = 3
-    coordinator.update_roster()
-    assert len(averager.rosters) == 2
-
-
-def test_log_has_a_line_for_each_round(tmp_path):
-    path = tmp_path / "output" / "rounds.jsonl"
-    for step in (1, 2):
-        JsonLinesFile(path, max_bytes=100).write({"step": step, "outcome": Outcome.AVERAGED.value})
-    assert [json.loads(line)["step"] for line in path.read_text(encoding="utf-8").splitlines()] == [1, 2]
-
-
-def test_unwritable_log_is_ignored(tmp_path):
-    (tmp_path / "rounds.jsonl").mkdir()
-    JsonLinesFile(tmp_path / "rounds.jsonl", max_bytes=100).write({"step": 1})

@@ -1,6 +1,7 @@
 """Tests of CollaborativeOptimizer: what each outcome of a round does to one peer. No network, no processes."""
 
 import io
+import math
 import time
 from dataclasses import replace
 from queue import Queue
@@ -90,6 +91,21 @@ def test_contribution_is_the_mean_over_samples():
     compute(optimizer, 100.0)
     take(optimizer)
     assert value_of(optimizer.coordinator.contribution) == 100.0, "the average is clipped"
+
+
+def test_overflow_costs_its_local_step_alone():
+    """Each peer has a loss scale of its own, as with float16."""
+    optimizer, scaler = build(), torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    (parameter,) = optimizer.state_averager.main_parameters
+    for factor in (math.inf, 0.3, 0.5):
+        optimizer.zero_grad()
+        scaler.scale((parameter * factor).sum()).backward()
+        scaler.step(optimizer, batch_size=4)
+        scaler.update()
+    optimizer.stop_averaging()
+    take(optimizer)
+    assert optimizer.coordinator.weights == [8.0] and scaler.get_scale() == 2.0**15
+    assert value_of(optimizer.coordinator.contribution) == pytest.approx(0.4)
 
 
 def samples_of(optimizer: CollaborativeOptimizer) -> list[tuple[int, int | None]]:

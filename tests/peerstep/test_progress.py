@@ -21,7 +21,6 @@ from peerstep.progress import (
     HEARTBEAT_SECONDS,
     PROBATION_SECONDS,
     READ_TIMEOUT,
-    SECONDS_PER_PEER,
     ProgressTracker,
 )
 from peerstep.progress_record import PROTOCOL, PeerProgress, parse_progress, read_progress
@@ -116,13 +115,12 @@ def compute(tracker: ProgressTracker, samples: int) -> None:
         {"client_mode": 1}, {"away": 0}, {"distance": -1.0}, {"distance": 1e7},
         {"marks": None}, {"marks": [[8, "00"]]}, {"marks": [[8, 12 * "0"], [8, 12 * "0"]]},
         {"marks": [[step, 12 * "0"] for step in range(9)]}, {"marks": [[-1, 12 * "0"]]}, {"marks": [8]},
-        {"reported_at": None}, {"samples_accumulated": 10**9 + 1},
+        {"reported_at": None}, {"samples_accumulated": 10**9 + 1}, None, 5, [1], "text",
     ],
 )  # fmt: skip
 def test_invalid_reports_are_ignored(change):
-    with pytest.raises(ValueError):
-        parse_progress(peer_id(1), {**record(1), **change})
-    tracker = see(make_tracker(), {**record(1, epoch=5), **change}, record(2))
+    report = {**record(1, epoch=5), **change} if isinstance(change, dict) else change
+    tracker = see(make_tracker(), report, record(2))
     assert [progress.peer_id for progress in tracker.other_trainers] == [peer_id(2)]
 
 
@@ -134,11 +132,6 @@ def test_report_with_marks_passes_the_validators_and_is_read_by_others():
     packed = MSGPackSerializer.dumps(value)
     assert is_readable(packed)
     assert parse_progress(signer_of(key).to_bytes(), MSGPackSerializer.loads(packed)).marks == ((8, 12 * "a"),)
-
-
-@pytest.mark.parametrize("value", [None, 5, [1], "text", {}, {"protocol": PROTOCOL}])
-def test_records_that_are_no_reports_are_ignored(value):
-    assert see(make_tracker(), value).other_trainers == []
 
 
 def test_peers_that_train_otherwise_are_ignored_with_one_warning(monkeypatch):
@@ -247,12 +240,6 @@ def test_step_is_due_when_half_of_the_others_have_begun_it(epochs, is_due):
     assert (see(make_tracker(target=10**6), *reports).seconds_to_step == 0) == is_due
 
 
-def test_others_are_assumed_to_compute_while_they_live():
-    tracker = make_tracker(target=1000)
-    working = see(tracker, record(1, samples=100, rate=50.0, age=4.0))
-    assert 0 < working.seconds_to_step < 15  # 300 of 1000 samples so far
-
-
 @pytest.mark.parametrize(("age", "reported", "samples"), [(14.0, 14.0, 250.0), (100.0, 0.0, 3000.0)])
 def test_samples_are_extrapolated_for_one_heartbeat_after_the_report_and_a_minute_after_the_samples(
     age, reported, samples
@@ -262,11 +249,12 @@ def test_samples_are_extrapolated_for_one_heartbeat_after_the_report_and_a_minut
     assert tracker.seconds_to_step == pytest.approx((10_000 - samples) / 50, abs=1.0)
 
 
-def test_samples_of_many_peers_are_extrapolated_until_the_next_read(clock):
-    """Each read of 100 peers costs them 0.7 MB, so they read rarely. The step is due in the meantime."""
-    tracker = make_tracker(target=100_000)
-    tracker = see(tracker, *(record(number, rate=50.0, age=0.0) for number in range(1, 101)))
-    assert tracker._refresh_period() == pytest.approx(SECONDS_PER_PEER * 101)
+def test_reads_of_many_reports_are_rarer_and_samples_extrapolated_until_the_next(monkeypatch, clock):
+    """Each read of 100 peers costs them 0.7 MB. The step is due in the meantime."""
+    tracker = see(make_tracker(target=1000), record(1, rate=25.0), record(2, rate=25.0))
+    assert tracker._refresh_period() < 15.0
+    monkeypatch.setattr(progress_module, "SECONDS_PER_PEER", 10.0)
+    assert tracker._refresh_period() == 30.0
     clock.now += 15.0
     assert tracker.seconds_to_step == pytest.approx(5.0, abs=0.5)
     clock.now += 5.5
@@ -559,12 +547,3 @@ def test_thread_survives_a_silent_dht(monkeypatch):
     tracker.shutdown(120.0)
     assert not tracker.is_alive()
     assert list(tracker.dht.records.values()) == [None], "its goodbye"
-
-
-def test_reads_of_many_reports_are_rarer(monkeypatch, clock):
-    """Reads cost the other nodes as many bytes as there are reports."""
-    tracker = see(make_tracker(), record(1, samples=99, rate=1.0), record(2))
-    clock.now += 10.0
-    assert tracker._refresh_period() < 6.0
-    monkeypatch.setattr(progress_module, "SECONDS_PER_PEER", 2.0)
-    assert tracker._refresh_period() == 6.0

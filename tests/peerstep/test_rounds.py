@@ -1,10 +1,8 @@
-"""Tests of rounds between real peers: a swarm takes the same steps as one process with the same samples."""
+"""Tests of averagers: processes of real peers, and what they answer to parts that come at the wrong time."""
 
 import asyncio
-import gc
 import signal
 import threading
-import time
 from collections import Counter
 from types import SimpleNamespace
 from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
@@ -17,105 +15,8 @@ from hivemind.utils import MPFuture
 from hivemind.utils.asyncio import as_aiter
 
 from peerstep.base import SafeAverager
-from peerstep.node import SafeDHT
 from peerstep.rounds import RoundAverager
-from tests.support.peers import wait_until
-from tests.support.swarm import Replay
-
-
-@pytest.mark.parametrize("are_delayed", [True, False], ids=["delayed", "not delayed"])
-def test_unequal_peers_take_the_steps_of_one_process(build_swarm, are_delayed, monkeypatch):
-    """Three trainers, one of them in client mode; the gradient of each step is clipped.
-
-    After two steps one trainer restarts and another joins. As in a run with invitations: in an open one, what a peer
-    adds beside three others has a bound, which would clip the larger ones.
-    """
-    monkeypatch.setattr(SafeDHT, "is_open", False)
-    max_grad_norm = 0.5
-    swarm = build_swarm(
-        max_grad_norm=max_grad_norm, delay_grad_averaging=are_delayed, delay_optimizer_step=are_delayed
-    )
-    replay = Replay(max_grad_norm)
-    swarm.add_several(False, True)
-    leaving = swarm.add(identity="restarting")
-
-    def take_step(*sizes: int) -> None:
-        expected = replay.step(swarm.global_step(*sizes))
-        for trainer in swarm.trainers:
-            assert trainer.entry["outcome"] == "averaged" and trainer.entry["received"] == 1.0
-            assert all(trainer.optimizer.pace.recent_rounds) and trainer.optimizer.pace.recent_rounds
-            assert set(trainer.entry["group"]) == {t.name for t in swarm.trainers}
-            assert (trainer.parameters - expected).abs().max() < 1e-6
-        assert (expected - replay.parameters(-2)).abs().max() > 1e-3
-
-    take_step(2, 3, 7)
-    take_step(6, 5, 1)
-    swarm.remove(leaving)
-    swarm.add(identity="restarting").join()
-    swarm.add().join()
-    take_step(1, 2, 4, 5)
-    take_step(3, 6, 2, 1)
-    assert min(replay.norms) > max_grad_norm
-    for trainer in swarm.trainers:
-        trainer.optimizer.finish_pending_update()
-        assert torch.equal(trainer.model_parameters, trainer.parameters)
-    staying, *leaving = swarm.trainers
-    for trainer in leaving:
-        trainer.optimizer.say_goodbye()
-    wait_until(lambda: not staying.tracker.other_trainers, 120, "the goodbyes")
-
-
-# One round, from matchmaking to its end
-
-
-async def collect_garbage(self) -> None:
-    """Collect garbage in the averager's process."""
-    gc.collect()
-
-
-def test_rounds_that_wait_survive_the_garbage_collector(build_swarm, monkeypatch):
-    """Garbage is collected while a follower waits for its leader, and while it waits for its trigger with a group."""
-    monkeypatch.setattr(RoundAverager, "collect_garbage", collect_garbage, raising=False)
-    swarm = build_swarm(target_batch_size=1000)
-    trainers = swarm.add_several(False, False)
-    leader, follower = swarm.schedule_rounds(step=1)
-
-    def collect() -> None:
-        for trainer in trainers:
-            trainer.averager._outer_pipe.send(("collect_garbage", [], {}))
-
-    collect()
-    leader.allow_allreduce()
-    wait_until(lambda: follower.has_group, 60, "the group")
-    collect()
-    follower.allow_allreduce()
-    assert [len(control.result(120).members) for control in (leader, follower)] == [2, 2]
-
-
-@pytest.mark.parametrize("first", [0, 1], ids=["leader first", "follower first"])
-def test_peers_that_find_the_step_due_seconds_apart_average_all_the_same(build_swarm, first):
-    swarm = build_swarm(target_batch_size=1000, matchmaking_time=3.1, averaging_timeout=400.0)
-    swarm.add_several(False, False)
-    rounds, trainers = swarm.schedule_rounds(step=1), swarm.in_order(step=1)
-    for value, trainer in enumerate(trainers, 1):
-        for gradient in trainer.averager.gradients:
-            gradient.fill_(value)
-    rounds[first].allow_allreduce()
-    time.sleep(7.0)  # less than a quarter of the timeout, more than the matchmaking time
-    rounds[1 - first].allow_allreduce()
-    for trainer, control in zip(trainers, rounds, strict=True):
-        assert control.result(120).received == 1.0
-        assert all((gradient == 1.5).all() for gradient in trainer.averager.gradients)
-
-
-def test_round_that_is_called_off_keeps_nobody_waiting(build_swarm):
-    swarm = build_swarm(target_batch_size=1000, averaging_timeout=1200.0)
-    swarm.add_several(False, False)
-    leader, follower = swarm.schedule_rounds(step=1)
-    leader.allow_allreduce()
-    wait_until(lambda: follower.has_group, 60, "the group")
-    follower.call_off()
-    leader.result(120)  # the timeout for a silent peer is 300 seconds
+from tests.support.peers import Script, wait_until
 
 
 def is_averaging(trainer) -> bool:
@@ -143,25 +44,16 @@ def test_optimizer_ends_in_the_middle_of_a_round(build_swarm, monkeypatch, capfd
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_building_an_optimizer_leaves_sigint_to_its_caller(build_swarm):
-    """hivemind ignores SIGINT in the process that starts an averager."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for jobs in the background
-    try:
-        build_swarm().add()
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 async def count_openmp_threads(self, future: MPFuture) -> None:
     """Runs in the averager's process."""
     in_a_thread = await asyncio.to_thread(torch.get_num_threads)
     future.set_result((torch.get_num_threads(), in_a_thread))
 
 
-def test_averager_has_one_openmp_thread_per_thread(build_swarm, monkeypatch):
+def test_averager_has_one_openmp_thread_per_thread_and_leaves_sigint_to_its_caller(build_swarm, monkeypatch):
+    """hivemind ignores SIGINT in the process that starts an averager."""
     monkeypatch.setattr(SafeAverager, "count_openmp_threads", count_openmp_threads, raising=False)
-    before = torch.get_num_threads()
+    handler, num_threads = signal.signal(signal.SIGINT, signal.default_int_handler), torch.get_num_threads()
     torch.set_num_threads(4)
     try:
         optimizer = build_swarm().add().optimizer
@@ -169,34 +61,36 @@ def test_averager_has_one_openmp_thread_per_thread(build_swarm, monkeypatch):
             averager._outer_pipe.send(("count_openmp_threads", [], {"future": (future := MPFuture())}))
             assert future.result(120) == (1, 1)
         assert torch.get_num_threads() == 4
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
-        torch.set_num_threads(before)
+        signal.signal(signal.SIGINT, handler)  # a shell ignores it for jobs in the background
+        torch.set_num_threads(num_threads)
 
 
-async def count_streams(self, future: MPFuture) -> None:
-    """Count the open streams of other peers. Runs in the averager's process."""
-    names = [getattr(task.get_coro(), "__name__", "") for task in asyncio.all_tasks()]
-    future.set_result(names.count("_process_stream"))
-
-
-def has_open_streams(trainer) -> bool:
-    future = MPFuture()
-    trainer.averager._outer_pipe.send(("count_streams", [], {"future": future}))
-    return future.result(120) > 0
-
-
-def test_callers_close_the_stream_once_they_have_all(build_swarm, monkeypatch):
-    """Otherwise each side would wait for the other to close its stream, and open streams would pile up over rounds."""
-    monkeypatch.setattr(SafeAverager, "LINGER_SECONDS", 10_000.0)
-    monkeypatch.setattr(RoundAverager, "count_streams", count_streams, raising=False)
-    swarm = build_swarm(averaging_timeout=1200.0)
-    swarm.add_several(False, True)
-    for _ in range(2):
-        swarm.global_step(6, 6)
+def test_foreign_trainer_is_ignored(build_swarm, tmp_path, launcher):
+    """The trainer is plain hivemind with the same run ID. A round that waited for it would take 300 seconds."""
+    swarm = build_swarm(matchmaking_time=300.0, averaging_timeout=1200.0)
+    swarm.add_several(False, False)
+    stranger = Script(
+        "tests/support/foreign_peer.py", "run", swarm.address, log=tmp_path / "stranger.log", launcher=launcher
+    )
+    swarm.stack.callback(stranger.kill_all)
+    stranger.wait_for(r"is at step [2-9]")
+    for sizes in ((4, 8), (5, 7), (6, 6)):
+        before = stranger.output.count("is at step")
+        wait_until(lambda before=before: stranger.output.count("is at step") > before + 3, 120, "its local steps")
+        assert all(trainer.tracker.estimate()[0] == 0 for trainer in swarm.trainers)
+        swarm.global_step(*sizes)
         for trainer in swarm.trainers:
-            assert trainer.entry["outcome"] == "averaged"
-    for trainer in swarm.trainers:
-        wait_until(lambda trainer=trainer: not has_open_streams(trainer), 120, "the end of the streams")
+            assert trainer.entry["outcome"] == "averaged" and len(trainer.entry["group"]) == 2
+            assert trainer.entry["missed"] == {} and len(trainer.tracker.other_trainers) == 1
+    stranger.wait_for(r"is at step \d\d")
+    newcomer = swarm.add()
+    newcomer.tracker.refresh()
+    wait_until(newcomer.optimizer.load_state_from_peers, 120, "the offer of a state")
+    assert newcomer.completed == 3, "it loaded the state of the stranger"
+    assert all(torch.equal(newcomer.parameters, trainer.parameters) for trainer in swarm.trainers)
+    assert stranger.process.poll() is None, stranger.output
 
 
 # Parts that arrive before a round begins or after it has ended

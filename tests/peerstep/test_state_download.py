@@ -480,18 +480,6 @@ def test_download_closes_the_stream_when_complete_and_ends_with_its_averager(bui
         assert answer.result(60) is None
 
 
-def test_newcomer_compares_the_state_of_a_donor_with_those_of_others(build_swarm):
-    """The donor with the highest step is asked first. Its parameters differ from those of the two others."""
-    swarm = build_swarm()
-    *honest, liar = swarm.add_several(False, False, False)
-    swarm.global_step(4, 4, 4)
-    fill_parameters(liar.optimizer.state_averager, 7.0)
-    liar.optimizer.state_averager.offer(priority=2)
-    newcomer = swarm.add()
-    newcomer.join()
-    assert torch.equal(newcomer.parameters, honest[0].parameters)
-
-
 def test_monitor_compares_with_the_state_that_it_offers(build_swarm, monkeypatch):
     """Its averager's process must see what the monitor has loaded since the process was forked."""
     monkeypatch.setattr(builders, "supervise", lambda *_args, **_options: nullcontext())  # it ends the process
@@ -503,8 +491,8 @@ def test_monitor_compares_with_the_state_that_it_offers(build_swarm, monkeypatch
         values["exp_avg"].fill_(1e-3)
         values["exp_avg_sq"].fill_(1e-4)
     trainer.optimizer.state_averager.offer(priority=1)
-    peer, seed = swarm.borrow(), bytes(8)
-    with builders.open_observer(build_model(CONFIG, "run"), peer, swarm.run_id, arguments(), 60.0) as observer:
+    peer, seed = swarm.add_peer(), bytes(8)
+    with builders.open_observer(build_model(CONFIG, "run"), peer, "run", arguments(), 60.0) as observer:
         assert observer.load_state_from_peers(min_step=0)
         observer.offer(priority=1)
 

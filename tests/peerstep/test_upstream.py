@@ -12,11 +12,13 @@ from pathlib import Path
 import hivemind
 import pytest
 from hivemind.averaging import averager
+from hivemind.dht import dht
 from hivemind.dht.validation import RecordValidatorBase
 
 import cotrain.peer
 import peerstep
 from peerstep import patches
+from peerstep.base import switch_to_safe_loop
 from peerstep.matchmaking import StepMatchmaking
 
 ROOT = Path(__file__).parents[2]
@@ -117,4 +119,5 @@ def test_tests_that_the_catalogue_names_exist():
 def test_patches_are_in_effect_and_applied_once():
     decode = hivemind.utils.MSGPackSerializer._decode_ext_types
     patches.apply_patches()
+    assert averager.switch_to_uvloop is dht.switch_to_uvloop is switch_to_safe_loop
     assert averager.Matchmaking is StepMatchmaking and hivemind.utils.MSGPackSerializer._decode_ext_types is decode

@@ -1,14 +1,17 @@
 """Tests of workarounds for hivemind that need no round."""
 
+import asyncio
+import gc
 import logging
 import math
+import weakref
 from types import SimpleNamespace
 
 import pytest
 from hivemind.utils import MPFuture
 
 from cotrain.common.logs import TracebackFilter
-from peerstep.base import SafeAverager
+from peerstep.base import SafeAverager, switch_to_safe_loop
 from peerstep.matchmaking import RoundControl
 from peerstep.optimizer import CollaborativeOptimizer
 from peerstep.records import get_dictionary
@@ -51,6 +54,25 @@ def test_rounds_and_averagers_that_were_not_finished_are_deleted_in_silence():
     control = RoundControl(scheduled_time=0.0, deadline=math.inf, allow_retries=False, weight=3.0, data_for_gather=b"")
     control.__del__()
     SafeAverager.__new__(SafeAverager).__del__()
+
+
+def test_task_to_which_nothing_refers_survives_the_garbage_collector():
+    """A round that waits for its trigger is such a task."""
+    policy, loop = asyncio.get_event_loop_policy(), switch_to_safe_loop()
+
+    async def wait_for_nothing() -> None:
+        await loop.create_future()
+
+    task = weakref.ref(loop.create_task(wait_for_nothing()))
+    loop.run_until_complete(asyncio.sleep(0))
+    gc.collect()
+    try:
+        assert task() is not None
+    finally:
+        asyncio.set_event_loop_policy(policy)
+    task().cancel()
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
 
 
 def test_handle_of_a_round_keeps_its_values_apart():

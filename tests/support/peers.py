@@ -1,7 +1,6 @@
 """Helpers of the tests: scripts in separate processes, and peers in the test's process."""
 
 import contextlib
-import copy
 import json
 import os
 import random
@@ -394,7 +393,7 @@ def local_peer(
         yield peer
 
 
-def build_trainers_optimizer(model, peer, batch_size_per_step: int, run_id: str = "run", tracker=None, **flags):
+def build_trainers_optimizer(model, peer, batch_size_per_step: int, tracker=None, **flags):
     """Build a trainer's optimizer.
 
     :param tracker, flags: values of its flags, those of the progress tracker apart
@@ -406,11 +405,9 @@ def build_trainers_optimizer(model, peer, batch_size_per_step: int, run_id: str 
     args = TrainerArguments(
         LocalTrainingArguments(**{"output_dir": tempfile.gettempdir(), **training}),
         None,
-        CollaborationArguments(run_id=run_id, **flags),
+        CollaborationArguments(**{"run_id": "run", **flags}),
         ProgressTrackerArguments(**tracker or {}),
     )
-    peer = copy.copy(peer)
-    peer.run_id = run_id  # swarms with other run IDs share a peer
     return build_optimizer(model, peer, batch_size_per_step, args)
 
 

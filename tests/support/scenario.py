@@ -46,6 +46,7 @@ class Peer(Node):
         self.log: list[str] = []
         self.rounds: list[dict] = []  # entries of the round log
         self.downloads: list[tuple[int, int]] = []  # own step, and the step of the state that it has taken over
+        self.local_steps: list[tuple[int, torch.Tensor]] = []  # samples, and their mean gradient
         self.samples: dict[int, int | None] = {}  # step -> samples of this peer in it, None if it was not in the step
         self.history: dict[int, torch.Tensor] = {}  # step -> parameters with its update
         self.noise = torch.Generator().manual_seed(scenario.rng.getrandbits(60))
@@ -59,7 +60,7 @@ class Peer(Node):
         self.model = torch.nn.Module()
         self.model.weight = torch.nn.Parameter(parameters.clone())
         flags = {**SETTINGS, "client_mode": self.client_mode, "bandwidth": self.uplink * 8e-6, **flags}
-        peer = SimpleNamespace(dht=self, public_key=self.subkey)
+        peer = SimpleNamespace(dht=self, public_key=self.subkey, run_id="run")
         self.optimizer = build_trainers_optimizer(self.model, peer, BATCH, **flags)
         self.optimizer.grad_averager.allreduce_kwargs["part_size_bytes"] = PART_BYTES
         self.optimizer.on_round = self.rounds.append
@@ -84,6 +85,7 @@ class Peer(Node):
             weight = self.model.weight
             noise = torch.randn(NUM_PARAMETERS, generator=self.noise)
             weight.grad = weight.detach() - self.scenario.target + 2.0 * noise
+            self.local_steps.append((self.batch, weight.grad.clone()))
             self.optimizer.step(batch_size=self.batch)
             self._record()
 
