@@ -1,12 +1,13 @@
-"""JsonFile across restarts."""
+"""JsonFile across restarts, and a JSON Lines file of less worth, such as a trainer's log of its rounds."""
 
 import errno
+import json
 import os
 
 import pytest
 
 from cotrain.common import json_file
-from cotrain.common.json_file import JsonFile
+from cotrain.common.json_file import JsonFile, JsonLinesFile
 
 
 def parse(content: dict) -> int:
@@ -49,3 +50,15 @@ def test_a_full_disk_is_one_warning_and_the_old_content_stays(tmp_path, monkeypa
     assert len(caplog.records) == 1 and "No space left" in caplog.text and file.load(parse) == 1
     file.save({"number": 4})
     assert file.load(parse) == 4
+
+
+def test_large_log_makes_room_and_one_that_cannot_be_written_is_ignored(tmp_path):
+    path = tmp_path / "output" / "rounds.jsonl"
+    file = JsonLinesFile(path, max_bytes=20)
+    for step in (1, 2, 3):
+        file.write({"step": step})
+    lines = path.with_suffix(".jsonl.1").read_text(encoding="utf-8") + path.read_text(encoding="utf-8")
+    assert [json.loads(line)["step"] for line in lines.splitlines()] == [1, 2, 3]
+    path.unlink()
+    path.mkdir()
+    file.write({"step": 4})

@@ -33,44 +33,57 @@ class AdamW:
         self.optimizer.param_groups[0]["lr"] = factor * RATE * (1 - (number - 1) / TOTAL_STEPS)
         self.optimizer.step()
 
+    @property
+    def values(self) -> torch.Tensor:
+        return self.parameter.detach().clone()
+
 
 class OneProcess:
     """Takes the steps of some peers with the gradients that they have computed.
 
     With local updates (DiLoCo) it is that method, from its paper's equations: each peer's inner optimizer moves
     separate parameters, and the outer one is SGD with Nesterov's momentum.
+
+    :param checked: the peers whose gradients must be at the parameters of the newest step, or of the one before while
+       the newest is taken, with the local updates since
     """
 
-    def __init__(self, peers: Sequence[Peer], initial: torch.Tensor, local_updates: bool):
+    def __init__(self, peers: Sequence[Peer], checked: Collection[Peer], initial: torch.Tensor, local_updates: bool):
         self.unused = {peer: iter(list(peer.local_steps)) for peer in peers}
-        self.outer, self.local_updates = AdamW(initial), local_updates
-        self.inner = {peer: AdamW(initial) for peer in peers}
-        self.num_inner = dict.fromkeys(peers, 0)
-        self.parameters, self.momentum = initial.clone(), torch.zeros_like(initial)
+        self.checked, self.local_updates = checked, local_updates
+        self.outer, self.inner = AdamW(initial), {peer: AdamW(initial) for peer in peers}
+        self.num_inner, self.changes = dict.fromkeys(peers, 0), dict.fromkeys(peers, torch.zeros_like(initial))
+        self.versions, self.momentum = [initial.clone()] * 2, torch.zeros_like(initial)
 
     def contribution(self, peer: Peer, step: int) -> tuple[int, torch.Tensor]:
         """Return the samples of a peer in a step, and the sum of their gradients, or its change by local steps."""
-        inner, total, left = self.inner[peer], torch.zeros_like(self.momentum), peer.samples.get(step) or 0
-        before = inner.parameter.detach().clone()
+        samples = left = peer.samples.get(step) or 0
+        inner, total = self.inner[peer], torch.zeros_like(self.momentum)
+        begin, change = inner.values, torch.zeros_like(total)
         while left > 0:
-            size, gradient = next(self.unused[peer])
+            size, parameters, gradient = next(self.unused[peer])
+            positions = self.versions[-1] + change, self.versions[-2] + self.changes[peer] + change
+            assert peer not in self.checked or min(float((parameters - p).abs().max()) for p in positions) < 1e-5
             total, left = total + size * gradient, left - size
-            self.num_inner[peer] += 1
-            inner.step(step, gradient, min(1.0, self.num_inner[peer] / INNER_WARMUP_STEPS))
+            if self.local_updates:
+                self.num_inner[peer] += 1
+                inner.step(step, gradient, min(1.0, self.num_inner[peer] / INNER_WARMUP_STEPS))
+                change = inner.values - begin
         assert left == 0
-        samples = peer.samples.get(step) or 0
-        return samples, samples * (before - inner.parameter.detach()) if self.local_updates else total
+        self.changes[peer] = change
+        return samples, -samples * change if self.local_updates else total
 
     def step(self, number: int) -> torch.Tensor:
         """Take the next step; return the parameters after it."""
         contributions = [self.contribution(peer, number) for peer in self.unused]
         mean = sum(total for _, total in contributions) / sum(samples for samples, _ in contributions)
-        if not self.local_updates:
+        if self.local_updates:
+            self.momentum = OUTER_MOMENTUM * self.momentum + mean
+            self.versions.append(self.versions[-1] - OUTER_RATE * (mean + OUTER_MOMENTUM * self.momentum))
+        else:
             self.outer.step(number, mean)
-            return self.outer.parameter.detach().clone()
-        self.momentum = OUTER_MOMENTUM * self.momentum + mean
-        self.parameters = self.parameters - OUTER_RATE * (mean + OUTER_MOMENTUM * self.momentum)
-        return self.parameters
+            self.versions.append(self.outer.values)
+        return self.versions[-1]
 
 
 def difference(scenario: Scenario, last: int, *peers: Peer, without: Collection[Peer] = ()) -> float:
@@ -80,7 +93,7 @@ def difference(scenario: Scenario, last: int, *peers: Peer, without: Collection[
     """
     scenario.reach(last + 1, *peers)  # the samples of a step are known one local step later
     contributing = [peer for peer in scenario.peers if peer not in without]
-    process = OneProcess(contributing, scenario.initial, scenario.flags.get("local_updates", False))
+    process = OneProcess(contributing, peers, scenario.initial, scenario.flags.get("local_updates", False))
     found = []
     for step in range(1, last + 1):
         expected = process.step(step)

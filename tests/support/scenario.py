@@ -46,7 +46,7 @@ class Peer(Node):
         self.log: list[str] = []
         self.rounds: list[dict] = []  # entries of the round log
         self.downloads: list[tuple[int, int]] = []  # own step, and the step of the state that it has taken over
-        self.local_steps: list[tuple[int, torch.Tensor]] = []  # samples, and their mean gradient
+        self.local_steps: list[tuple[int, torch.Tensor, torch.Tensor]] = []  # samples, parameters, mean gradient
         self.samples: dict[int, int | None] = {}  # step -> samples of this peer in it, None if it was not in the step
         self.history: dict[int, torch.Tensor] = {}  # step -> parameters with its update
         self.noise = torch.Generator().manual_seed(scenario.rng.getrandbits(60))
@@ -85,7 +85,7 @@ class Peer(Node):
             weight = self.model.weight
             noise = torch.randn(NUM_PARAMETERS, generator=self.noise)
             weight.grad = weight.detach() - self.scenario.target + 2.0 * noise
-            self.local_steps.append((self.batch, weight.grad.clone()))
+            self.local_steps.append((self.batch, weight.detach().clone(), weight.grad.clone()))
             self.optimizer.step(batch_size=self.batch)
             self._record()
 
