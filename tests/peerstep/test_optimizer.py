@@ -343,14 +343,6 @@ def test_peer_whose_parameters_are_far_from_those_of_most_receives_theirs(is_far
     assert optimizer.distance == after
 
 
-@pytest.mark.parametrize(("gradient", "used"), [(50.0, 0.5**0.5), (0.1, 0.1)])
-def test_averaged_gradient_is_clipped(gradient, used):
-    """Two elements, norm 1."""
-    optimizer = build(optimizer="lamb")
-    take(optimizer, gradients=gradient)
-    assert gradient_of(optimizer) == pytest.approx(used)
-
-
 @pytest.mark.parametrize("invited", [False, True])
 @pytest.mark.parametrize("distance", [0.0, 3.0])
 def test_bounds_of_a_round(distance, invited, monkeypatch):
@@ -371,15 +363,6 @@ def test_step_without_finite_parameters_is_not_taken():
     optimizer._offloaded_parameters()[0].data.fill_(float("inf"))
     take(optimizer)
     assert optimizer._is_interrupted() and optimizer.local_epoch == 0 and not optimizer.coordinator.weights
-
-
-def test_peer_with_values_that_are_not_finite_is_banned_for_ten_minutes():
-    optimizer = build()
-    banned = []
-    optimizer.grad_averager._matchmaking = SimpleNamespace(ban=lambda *ban: banned.append(ban))
-    optimizer.grad_averager._ban_violators(SimpleNamespace(violations={PEER.dht.peer_id: "NaN"}))
-    ((peer_id, until),) = banned
-    assert peer_id == PEER.dht.peer_id and 590 < until - time.time() <= 600
 
 
 @pytest.mark.parametrize(("agreed", "missed"), [(9, 0), (10, 0), (12, 2), (10 + MAX_MISSED_UPDATES + 1, 0)])
@@ -446,28 +429,6 @@ def test_learning_rate_of_local_steps_rises_and_is_that_of_the_step_that_is_comp
         expected = 0.1 * (epoch + 1) / 4 * step / INNER_WARMUP_STEPS
         assert optimizer.param_groups[0]["lr"] == pytest.approx(expected)
     assert parameter[0, 0] < 3.0
-
-
-def test_global_step_moves_by_the_average_of_the_local_changes():
-    optimizer = build_local()
-    compute(optimizer, 0.2)
-    take(optimizer, gradients=0.4)
-    assert value_of(optimizer.coordinator.contribution) == pytest.approx(0.1 / INNER_WARMUP_STEPS, rel=0.02)
-    assert value_of(optimizer._offloaded_parameters()) == pytest.approx(3.0 - 0.5 * 1.5 * 0.4)  # Nesterov
-
-
-def test_local_steps_during_a_round_count_in_the_next_one():
-    optimizer = build_local()
-    (parameter,) = optimizer.state_averager.main_parameters
-    compute(optimizer, 0.2)
-    before = parameter[0, 0].item()
-    take(optimizer, gradients=0.4, during=lambda: compute(optimizer, 0.2, samples=3))
-    change = parameter[0, 0].item() - before
-    optimizer.finish_pending_update()
-    assert value_of([parameter]) == pytest.approx(value_of(optimizer._offloaded_parameters()) + change) and change < 0
-    assert optimizer.accumulator.num_samples == optimizer.tracker.local_progress.samples_accumulated == 3
-    take(optimizer, gradients=0.4, during=lambda: None)
-    assert value_of(optimizer.coordinator.contribution) == pytest.approx(-change)
 
 
 def test_peer_that_missed_a_round_keeps_its_local_updates_for_the_next():

@@ -180,7 +180,7 @@ class _PeerLog(logging.Handler):
 class Scenario(Network):
     """Peers of one run. Use it as a context manager: peers and threads end with it.
 
-    :param seed: of the peers' IDs, which decide who leads a step, of their samples' noise and of what is lost
+    :param seed: of the peers' IDs, which decide who leads a step, and of their samples' noise
     :param factor: see SimulatedTime
     :param flags: settings of the run, as options of a trainer
     """

@@ -199,14 +199,13 @@ def _attach_once(control: StepControl, trigger: MPFuture, cancel: MPFuture) -> N
 class Network:
     """Nodes that reach each other, or not. Use it as a context manager: nodes and threads end with it.
 
-    :param seed: of the nodes' IDs and of what is lost
+    :param seed: of the nodes' IDs
     :param factor: see SimulatedTime
     """
 
     def __init__(self, seed: int, factor: float):
         self.rng, self.time = random.Random(seed), SimulatedTime(factor)
         self.nodes: list[Node] = []
-        self.loss = 0.0  # fraction of the messages after which a stream stalls for ever, and of lost DHT requests
         self._sides: list[set[Node]] = []  # of a partition; nodes in none of them are another side
         self._cuts: set[frozenset[Node]] = set()
         self._records: dict[int, dict[str, dict[bytes, ValueWithExpiration]]] = {-1: {}}  # side -> key -> subkey
@@ -320,7 +319,7 @@ class Network:
                 peer.links_free_at[end] -= dropped
                 sender.bytes_to_send -= 0 if end else dropped * rate
                 raise
-        await asyncio.sleep(LATENCY if self.rng.random() >= self.loss else math.inf)
+        await asyncio.sleep(LATENCY)
         while not self.reaches(sender, receiver):
             await asyncio.sleep(0.5)
 
@@ -331,7 +330,7 @@ class Network:
         loop.call_soon_threadsafe(partial(loop.call_later, seconds, function))
 
     def store(self, peer: Node, key: str, subkey: bytes, record: ValueWithExpiration) -> None:
-        if not peer.vanished and self.rng.random() >= self.loss:
+        if not peer.vanished:
             self._keep(self._records[self._side_of(peer)], key, subkey, record)
 
     def _keep(self, side: dict, key: str, subkey: bytes, record: ValueWithExpiration) -> None:
@@ -340,7 +339,7 @@ class Network:
             records[subkey] = record
 
     def answer(self, peer: Node, key: str, future: MPFuture) -> None:
-        if self.rng.random() < self.loss or peer.ended:
+        if peer.ended:
             return
         now, records = EPOCH + self.time.read(), self._records[self._side_of(peer)].get(key, {})
         found = {subkey: record for subkey, record in records.items() if record.expiration_time > now}
