@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import math
 from collections.abc import AsyncIterator, Iterable
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from functools import partial
 from types import SimpleNamespace
 
@@ -89,6 +89,10 @@ class Network:
         if peer in self.down:
             raise P2PDaemonError("cannot be dialed")
         return self.peers[peer].rpc_join_group(request, SimpleNamespace(remote_id=caller))
+
+    def join(self, leader: PeerID, caller: PeerID, request: averaging_pb2.JoinRequest) -> aclosing:
+        """Ask a peer to lead; the context has its answers."""
+        return aclosing(self.peers[leader].rpc_join_group(request, SimpleNamespace(remote_id=caller)))
 
     def know(self, known: Iterable[PeerID], new: Iterable[PeerID] = (), by: Iterable[PeerID] | None = None) -> None:
         """Set the roster of peers.
@@ -334,6 +338,8 @@ async def test_banned_peer_is_left_out():
     assert_one_group(await network.find(ids[1:]), ids[1:])
     assert not outsider.done()
     assert network.peers[ids[1]].missed == {ids[0]: "banned"}
+    async with network.join(ids[1], ids[0], request(number=2)) as answers:
+        assert (await anext(answers)).code == averaging_pb2.PROTOCOL_VIOLATION
 
 
 def request(number: int = 1, schema_hash: bytes = b"schema", gather: bytes = CLAIMS) -> averaging_pb2.JoinRequest:
@@ -364,26 +370,16 @@ LARGE_FIELD = b"\xfa\x07" + b"\x80\x89\x7a" + bytes(2_000_000)  # of a number th
 )
 async def test_first_answer_to_a_request(join_request, code):
     network, ids = make_network(2)
-    peer = network.peers[ids[0]]
-    peer.finish(3)
-    async with aclosing(peer.rpc_join_group(join_request, SimpleNamespace(remote_id=ids[1]))) as answers:
+    network.peers[ids[0]].finish(3)
+    async with network.join(*ids, join_request) as answers:
         assert (await anext(answers)).code == code
-
-
-async def test_banned_peer_may_not_join():
-    network, ids = make_network(2)
-    peer = network.peers[ids[0]]
-    peer.ban(ids[1], run_time() + 60)
-    async with aclosing(peer.rpc_join_group(request(), SimpleNamespace(remote_id=ids[1]))) as answers:
-        assert (await anext(answers)).code == averaging_pb2.PROTOCOL_VIOLATION
 
 
 async def test_pending_requests_are_disbanded_with_the_step():
     network, ids = make_network(2)
-    peer = network.peers[ids[0]]
-    async with aclosing(peer.rpc_join_group(request(), SimpleNamespace(remote_id=ids[1]))) as answers:
+    async with network.join(*ids, request()) as answers:
         assert (await anext(answers)).code == averaging_pb2.ACCEPTED
-        peer.finish(1)
+        network.peers[ids[0]].finish(1)
         assert (await anext(answers)).code == averaging_pb2.GROUP_DISBANDED
 
 
@@ -412,14 +408,12 @@ async def test_silent_members_get_no_share_for_a_while(monkeypatch):
 
 
 async def test_request_for_a_step_far_ahead_does_not_hide_the_others():
-    network, ids = make_network(3)
-    held = []
-    for peer_id, number in ((ids[1], 2**59), (ids[2], 1)):
-        held.append(network.peers[ids[0]].rpc_join_group(request(number), SimpleNamespace(remote_id=peer_id)))
-        assert (await anext(held[-1])).code == averaging_pb2.ACCEPTED
-    assert network.peers[ids[0]].requested_step == 1
-    for answers in held:
-        await answers.aclose()
+    network, (leader, *callers) = make_network(3)
+    async with AsyncExitStack() as stack:
+        for peer_id, number in zip(callers, (2**59, 1), strict=True):
+            answers = await stack.enter_async_context(network.join(leader, peer_id, request(number)))
+            assert (await anext(answers)).code == averaging_pb2.ACCEPTED
+        assert network.peers[leader].requested_step == 1
 
 
 @pytest.mark.parametrize("num_known", [2, 1])
@@ -456,14 +450,11 @@ async def test_peer_that_was_in_a_roster_lately_is_no_stranger(monkeypatch, cloc
 async def test_number_of_pending_requests_is_bounded(monkeypatch):
     monkeypatch.setattr(matchmaking, "MAX_HELD_REQUESTS", 2)
     network, ids = make_network(2)
-    codes, held = [], []
-    for peer_id in (*make_ids(9)[-3:], ids[1]):  # strangers, and a peer of the roster
-        answers = network.peers[ids[0]].rpc_join_group(request(), SimpleNamespace(remote_id=peer_id))
-        codes.append((await anext(answers)).code)
-        held.append(answers)
-    assert codes == [averaging_pb2.ACCEPTED] * 2 + [averaging_pb2.GROUP_IS_FULL, averaging_pb2.ACCEPTED]
-    for answers in held:
-        await answers.aclose()
+    expected = [averaging_pb2.ACCEPTED] * 2 + [averaging_pb2.GROUP_IS_FULL, averaging_pb2.ACCEPTED]
+    async with AsyncExitStack() as stack:
+        for peer_id, code in zip((*make_ids(9)[-3:], ids[1]), expected, strict=True):  # strangers, a known one
+            answers = await stack.enter_async_context(network.join(ids[0], peer_id, request()))
+            assert (await anext(answers)).code == code
     assert not network.peers[ids[0]]._requests
 
 

@@ -44,15 +44,22 @@ RELAY = "/ip4/127.0.0.1/tcp/31337/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWj
 
 
 @pytest.mark.peers
-def test_daemon_uses_the_relays_that_it_is_given_and_no_others(tmp_path):
+def test_daemon_has_the_relays_that_it_is_given_and_sockets_of_this_user_alone(tmp_path):
     """By default libp2p uses no relay until it has found four candidates or three minutes have passed.
 
     It also waits if it finds fewer relays than it was given addresses.
     """
     relays = [RELAY, RELAY.replace("/tcp/31337", "/udp/31337/quic-v1")]
     with local_peer(tmp_path, "run", use_relay=True, use_auto_relay=True, trusted_relays=relays) as peer:
-        (daemon,) = psutil.Process(peer.dht.pid).children()
+        process = psutil.Process(peer.dht.pid)
+        (daemon,) = process.children()
         assert {f"-trustedRelays={RELAY}", "-relayDiscovery=0"} <= set(daemon.cmdline())
+        folder = Path(RelayedP2P._UNIX_SOCKET_PREFIX.removeprefix("/unix"))
+        assert (folder.stat().st_uid, folder.stat().st_mode & 0o777) == (os.getuid(), 0o700) and any(folder.iterdir())
+        assert any(f"/unix{folder}/" in argument for argument in daemon.cmdline())
+        # Not what is in /tmp: a bare hivemind peer of another test may have put its sockets there.
+        paths = [socket.laddr for owner in (process, daemon) for socket in owner.net_connections("unix")]
+        assert [path for path in paths if "-sockets-" in path and not path.startswith(f"{folder}/")] == []
 
 
 @pytest.mark.peers
@@ -135,20 +142,6 @@ def test_only_peers_without_a_direct_connection_are_disconnected(monkeypatch):
     p2p.list_peers.return_value = [PeerInfo(peer, [Multiaddr(maddr)]) for peer, maddr in connections]
     asyncio.run(close_relayed_connections(p2p))
     p2p._client.disconnect.assert_awaited_once_with("b")
-
-
-@pytest.mark.peers
-def test_sockets_are_in_a_folder_of_this_user_alone(tmp_path):
-    with local_peer(tmp_path, "run") as peer:
-        folder = Path(RelayedP2P._UNIX_SOCKET_PREFIX.removeprefix("/unix"))
-        assert (folder.stat().st_uid, folder.stat().st_mode & 0o777) == (os.getuid(), 0o700)
-        process = psutil.Process(peer.dht.pid)
-        (daemon,) = process.children()
-        assert any(f"/unix{folder}/" in argument for argument in daemon.cmdline())
-        assert any(folder.iterdir())
-        # Not what is in /tmp: a bare hivemind peer of another test may have put its sockets there.
-        paths = [socket.laddr for owner in (process, daemon) for socket in owner.net_connections("unix")]
-        assert [path for path in paths if "-sockets-" in path and not path.startswith(f"{folder}/")] == []
 
 
 def hold_the_lock(has_lock) -> None:

@@ -114,14 +114,15 @@ class LateAverager(RoundAverager):
         self._matchmaking = SimpleNamespace(request_timeout=0.5)
         self.allreduce_kwargs = {"reducer_timeout": 5.0}
 
-    async def answer(self, group_id: bytes = b"group") -> AsyncIterator[AveragingData]:
-        """Answer a part of a round that begins 0.3 seconds later."""
-        loop, begins = asyncio.get_running_loop(), self._rounds[b"group"]
-        loop.call_later(0.3, begins.set_result, SimpleNamespace(reducer=StandInReducer()))
-        return self.rpc_aggregate_part(as_aiter(AveragingData(group_id=group_id)), SimpleNamespace(remote_id=None))
+    async def answer(self, group_id: bytes = b"group", size: int = 0) -> AsyncIterator[AveragingData]:
+        """Answer a part of a round that begins 0.3 seconds later.
 
-    async def first_answer(self, group_id: bytes = b"group") -> AveragingData:
-        return await anext(await self.answer(group_id))
+        :param size: of the part in the first message, in bytes
+        """
+        loop, begins, request = asyncio.get_running_loop(), self._rounds[b"group"], AveragingData(group_id=group_id)
+        request.tensor_part.buffer = bytes(size)
+        loop.call_later(0.3, begins.set_result, SimpleNamespace(reducer=StandInReducer()))
+        return self.rpc_aggregate_part(as_aiter(request), SimpleNamespace(remote_id=None))
 
     async def ends_by_itself(self, seconds: float) -> bool:
         """Whether the answers end within `seconds` after the last one although the caller keeps the stream open."""
@@ -136,37 +137,31 @@ class LateAverager(RoundAverager):
 
 
 @pytest.mark.parametrize(
-    ("group_id", "reducer_timeout", "seconds"),
-    [(b"finished", 5.0, 1), (b"called off", 5.0, 1), (b"unknown", 5.0, 4), (b"known, but never triggered", 0.5, 4)],
+    ("group_id", "size", "reducer_timeout", "seconds"),
+    [
+        (b"finished", 0, 5.0, 0.2),
+        (b"called off", 0, 5.0, 0.2),
+        (b"unknown", 0, 5.0, 4),
+        (b"known, but never triggered", 0, 0.5, 4),
+        (b"group", 1000, 5.0, 0.2),  # it would have to be kept
+    ],
 )
-async def test_part_for_a_round_that_has_ended_is_refused_at_once(clock, group_id, reducer_timeout, seconds):
+async def test_part_for_a_round_that_has_ended_or_is_large_is_refused(clock, group_id, size, reducer_timeout, seconds):
     averager = LateAverager()
     averager.allreduce_kwargs = {"reducer_timeout": reducer_timeout}
     async with asyncio.timeout(seconds):
-        assert (await averager.first_answer(group_id)).code == BAD_GROUP_ID
+        assert (await anext(await averager.answer(group_id, size))).code == BAD_GROUP_ID
     assert averager._refused == [(group_id, None)]
-
-
-async def test_first_message_that_is_large_is_not_kept(clock):
-    averager = LateAverager()
-    request = AveragingData(group_id=b"group")
-    request.tensor_part.buffer = bytes(1000)
-    async with asyncio.timeout(0.2):
-        answers = averager.rpc_aggregate_part(as_aiter(request), SimpleNamespace(remote_id=None))
-        assert (await anext(answers)).code == BAD_GROUP_ID
 
 
 async def test_number_of_waiting_parts_of_unknown_groups_is_bounded_for_each_peer(clock, monkeypatch):
     monkeypatch.setattr("peerstep.rounds.MAX_WAITING_STREAMS", 0)
     averager = LateAverager()
     async with asyncio.timeout(0.4):
-        assert (await averager.first_answer(b"unknown")).code == BAD_GROUP_ID
-    assert (await averager.first_answer()).code == AVERAGED_PART, "that of a known group waits"
+        assert (await anext(await averager.answer(b"unknown"))).code == BAD_GROUP_ID
+    averager = LateAverager()
+    assert (await anext(await averager.answer())).code == AVERAGED_PART, "that of a round that begins later waits"
     assert not averager._waiting.total()
-
-
-async def test_part_for_a_round_that_begins_later_is_taken(clock):
-    assert (await LateAverager().first_answer()).code == AVERAGED_PART
 
 
 async def test_stream_is_closed_by_the_caller_and_not_at_once_by_the_one_that_answers(clock):
