@@ -3,9 +3,10 @@
 import io
 import math
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from queue import Queue
-from threading import Event, Thread
+from threading import Event
 from types import SimpleNamespace
 
 import pytest
@@ -525,20 +526,11 @@ def test_checkpoint_during_a_hanging_round_waits_for_nothing_and_has_one_step(ma
     compute(optimizer, 0.2)
     take(optimizer)
     compute(optimizer, 0.2)
-
-    def hang() -> None:
-        begun.set()
-        may_end.wait(240)
-
-    optimizer.coordinator.during = hang
+    optimizer.coordinator.during = lambda: begun.set() or may_end.wait(240)
 
     def take_next() -> None:
         with optimizer._step_lock:
             optimizer._take_step(2)
-
-    thread = Thread(target=take_next)
-    thread.start()
-    saved = Event()
 
     def save() -> None:
         with optimizer.saved_state():
@@ -547,17 +539,15 @@ def test_checkpoint_during_a_hanging_round_waits_for_nothing_and_has_one_step(ma
             may_end.set()  # the step cannot change the state before the context is closed
             time.sleep(0.2)
             assert torch.equal(copy, optimizer._offloaded_parameters()[0]) and torch.equal(copy, parameter)
-            saved.set()
 
-    try:
+    with ThreadPoolExecutor(2) as pool:
+        step = pool.submit(take_next)
         assert begun.wait(120)
-        saver = Thread(target=save)
-        saver.start()
-        assert saved.wait(120), "it has waited for the round"
-        saver.join()
-    finally:
-        may_end.set()
-        thread.join(120)
+        try:
+            pool.submit(save).result(120)  # otherwise it has waited for the round
+        finally:
+            may_end.set()
+        step.result(120)
     assert optimizer.local_epoch == optimizer.state_averager.applied_step == 2
     assert not optimizer.accumulator.num_samples
     optimizer.finish_pending_update()
