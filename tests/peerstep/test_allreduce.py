@@ -4,6 +4,7 @@ import asyncio
 import math
 import statistics
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from functools import partial
 from itertools import chain
 from types import SimpleNamespace
 
@@ -78,21 +79,7 @@ def test_larger_parts_and_weights_are_scaled_down_to_the_bounds(part_info, part,
 # Whole rounds, in memory
 
 ELEMENTS = 4000  # of the gradient, and of the parameters
-
-
-class Uplink:
-    """Link of a member to all others, on which messages wait for each other.
-
-    :param rate: bytes per second
-    """
-
-    def __init__(self, rate: float):
-        self.rate, self._free_at = rate, 0.0
-
-    async def pass_on(self, message: averaging_pb2.AveragingData) -> None:
-        now = asyncio.get_running_loop().time()
-        self._free_at = max(self._free_at, now) + len(message.tensor_part.buffer) / self.rate
-        await asyncio.sleep(self._free_at - now)
+IDS = [PeerID(b"\x12\x20" + bytes([number] * 32)) for number in range(16)]
 
 
 class Group:
@@ -119,8 +106,9 @@ class Group:
         part_size_bytes: int = 512,
         **options,
     ):
-        self.ids = [PeerID(b"\x12\x20" + bytes([number] * 32)) for number in range(len(rates))]
-        self.links, self.alter, self.silent = [Uplink(rate) for rate in rates], alter, silent
+        self.ids = IDS[: len(rates)]
+        self.rates, self.alter, self.silent = rates, alter, silent
+        self.links_free_at = [0.0] * len(rates)
         role_compression = RoleAdaptiveCompression(
             gradient=COMPRESSIONS[compression](), parameter=COMPRESSIONS["none"]()
         )
@@ -147,18 +135,15 @@ class Group:
 
         self.members = [
             AllReduce(
-                peer_id=peer_id, get_stub=self._get_stub(number), group_id=b"group", parts=cut(number),
+                peer_id=peer_id, get_stub=partial(self._get_stub, number), group_id=b"group", parts=cut(number),
                 bounds=bounds or Bounds(weight=100.0, parameter_step=1.0, has_gradient=True),
                 **{"sender_timeout": 2.0, "reducer_timeout": 4.0, "timeout": 6.0, **options},
             )
             for number, peer_id in enumerate(self.ids)
         ]  # fmt: skip
 
-    def _get_stub(self, sender: int) -> Callable:
-        def get_stub(peer_id: PeerID) -> SimpleNamespace:
-            return SimpleNamespace(rpc_aggregate_part=lambda parts: self._open(sender, self.ids.index(peer_id), parts))
-
-        return get_stub
+    def _get_stub(self, sender: int, peer_id: PeerID) -> SimpleNamespace:
+        return SimpleNamespace(rpc_aggregate_part=partial(self._open, sender, self.ids.index(peer_id)))
 
     async def _open(self, sender: int, reducer: int, parts: AsyncIterator) -> AsyncIterator:
         if reducer in self.silent:
@@ -175,7 +160,11 @@ class Group:
             try:
                 async for message in messages:
                     self.alter(sender, message)
-                    await self.links[sender].pass_on(message)
+                    now = asyncio.get_running_loop().time()
+                    until = max(self.links_free_at[sender], now)
+                    until += len(message.tensor_part.buffer) / self.rates[sender]
+                    self.links_free_at[sender] = until
+                    await asyncio.sleep(until - now)
                     queue.put_nowait(message)
             finally:
                 queue.put_nowait(None)
@@ -216,12 +205,14 @@ def received(member: AllReduce) -> float:
     return statistics.fmean(fraction for fraction in fractions if fraction is not None)
 
 
-def average(group_of: Callable[[], Group]) -> tuple[Group, list[float]]:
-    async def scenario() -> tuple[Group, list[float]]:
-        group = group_of()
+def average(*args, **options) -> tuple[Group, list[float]]:
+    """Run the round of a group; the arguments are those of Group."""
+
+    async def run() -> tuple[Group, list[float]]:
+        group = Group(*args, **options)
         return group, await group.run()
 
-    return asyncio.run(scenario())
+    return asyncio.run(run())
 
 
 FAST = 2e6  # bytes per second
@@ -231,7 +222,7 @@ pytestmark = pytest.mark.usefixtures("patches", "clock")
 
 def test_round_averages_gradients_and_parameters_by_their_weights():
     """The second member is slow, the third a client."""
-    group, _ = average(lambda: Group([FAST, FAST / 20, FAST], [1.0, 3.0, 2.0], [1.0, 1.0, 0.0]))
+    group, _ = average([FAST, FAST / 20, FAST], [1.0, 3.0, 2.0], [1.0, 1.0, 0.0])
     for gradient, parameters in group.outputs:
         assert torch.allclose(gradient, torch.tensor((1 + 3 * 2 + 2 * 3) / 6 * 1e-3))
         assert torch.allclose(parameters, torch.tensor(1.01))
@@ -255,7 +246,7 @@ def noisy_tensors(number: int) -> list[torch.Tensor]:
 def test_gradients_are_the_same_bytes_at_all_members(number, compression, tolerance):
     """Differences to the members' own gradients would differ, by 30 % with 16 members and 4 bits."""
     rates = [FAST / 10, *[FAST] * (number - 1)]
-    group, _ = average(lambda: Group(rates, compression=compression, tensors=noisy_tensors, part_size_bytes=256))
+    group, _ = average(rates, compression=compression, tensors=noisy_tensors, part_size_bytes=256)
     exact = sum(values for (values,) in group.inputs) / number
     first = group.outputs[0][0]
     assert all(torch.equal(first, gradient) for (gradient,) in group.outputs)
@@ -272,7 +263,7 @@ def test_slow_link_delays_nobody_for_long(shares, monkeypatch):
     """One of four needs twice the time of a round for its values alone."""
     monkeypatch.setattr(reducer, "LATE_SECONDS", 0.3)
     slow = bytes_sent(1) / 6.0
-    group, seconds = average(lambda: Group([FAST, FAST, FAST, slow], shares=shares, timeout=3.0))
+    group, seconds = average([FAST, FAST, FAST, slow], shares=shares, timeout=3.0)
     fast = group.members[:3]
     if shares[3]:  # most of what the slow one reduces is lost, nothing else
         assert all(received(member) > 0.75 for member in fast) and max(seconds) < 4.0
@@ -298,10 +289,8 @@ def test_slow_link_delays_nobody_for_long(shares, monkeypatch):
 )
 def test_who_was_late_in_the_last_round_is_waited_for_less(rate, slow, late, least, most):
     """A round of four takes 0.02 seconds without the slow one, whose values alone take 2."""
-    group, seconds = average(
-        lambda: Group([FAST, FAST, FAST, FAST * rate / 10], shares=[1, 1, 1, 0], tensors=similar_tensors,
-                      slow=[PeerID(b"\x12\x20" + bytes([number] * 32)) for number in slow], timeout=10.0)
-    )  # fmt: skip
+    rates, slow = [FAST, FAST, FAST, FAST * rate / 10], [IDS[number] for number in slow]
+    group, seconds = average(rates, shares=[1, 1, 1, 0], tensors=similar_tensors, slow=slow, timeout=10.0)
     for member in group.members[:3]:
         assert member.reducer.late == {group.ids[number] for number in late}
     assert least <= max(seconds[:3]) <= most
@@ -321,22 +310,22 @@ def test_what_comes_too_late_is_not_the_same_in_each_round():
 
 def test_reducer_on_a_link_that_has_become_slow_knows_it():
     """It has an equal share, and a link that carries a tenth of it in time. The others have delivered."""
-    group, _ = average(lambda: Group([FAST, FAST, FAST, bytes_sent(1) / 60.0], timeout=2.0, reducer_timeout=2.0))
+    group, _ = average([FAST, FAST, FAST, bytes_sent(1) / 60.0], timeout=2.0, reducer_timeout=2.0)
     assert [member.reducer.delivery.is_poor for member in group.members] == [False, False, False, True]
-    group, _ = average(lambda: Group([FAST, FAST / 10, FAST]))
+    group, _ = average([FAST, FAST / 10, FAST])
     assert not any(member.reducer.delivery.is_poor for member in group.members)
 
 
 def test_single_other_sender_has_all_the_time(monkeypatch):
     monkeypatch.setattr(reducer, "LATE_SECONDS", 0.1)
-    group, _ = average(lambda: Group([FAST, bytes_sent(1) / 1.5]))
+    group, _ = average([FAST, bytes_sent(1) / 1.5])
     assert [received(member) for member in group.members] == [1.0, 1.0]
     assert torch.allclose(group.outputs[1][0], torch.tensor(1.5e-3))
 
 
 def test_member_that_is_frozen_costs_its_share_and_the_time_for_its_first_message():
     rates = [FAST, FAST / 20, FAST]
-    group, seconds = average(lambda: Group(rates, silent={0}, sender_timeout=0.5, reducer_timeout=1.0))
+    group, seconds = average(rates, silent={0}, sender_timeout=0.5, reducer_timeout=1.0)
     assert [received(member) for member in group.members[1:]] == pytest.approx([2 / 3] * 2, abs=0.05)
     assert max(seconds[1:]) < 3.0
     for own, (gradient, parameters) in zip(group.inputs[1:], group.outputs[1:], strict=True):
@@ -426,7 +415,7 @@ def average_with(alter: Callable, monkeypatch) -> tuple[Group, set]:
 
     for module in (allreduce, reducer):
         monkeypatch.setattr(module, "deserialize_torch_tensor", deserialize)
-    group, _ = average(lambda: Group([FAST, FAST / 20, FAST], [1.0, 3.0, 2.0], alter=alter, reducer_timeout=2.0))
+    group, _ = average([FAST, FAST / 20, FAST], [1.0, 3.0, 2.0], alter=alter, reducer_timeout=2.0)
     return group, deserialized
 
 
@@ -471,7 +460,7 @@ def test_member_whose_parameters_are_far_from_those_of_most_knows_it(number, far
         return [gradient, parameters * (2.0 if member == number - 1 else 1.0)]
 
     bounds = Bounds(weight=100.0, parameter_step=0.001)
-    group, _ = average(lambda: Group([FAST, FAST / 20, FAST][:number], tensors=tensors, bounds=bounds))
+    group, _ = average([FAST, FAST / 20, FAST][:number], tensors=tensors, bounds=bounds)
     assert [member for member in range(number) if group.members[member].is_far] == far
     assert not any(member.violations for member in group.members)
 
@@ -498,9 +487,7 @@ def test_honest_average_is_accepted_with_every_compression(name):
         clip_norm([values], 1.0)
         return [values]
 
-    group, _ = average(
-        lambda: Group([FAST, FAST / 20, FAST], compression=name, tensors=tensors, part_size_bytes=20000)
-    )
+    group, _ = average([FAST, FAST / 20, FAST], compression=name, tensors=tensors, part_size_bytes=20000)
     assert not any(member.violations | member.excesses for member in group.members)
     assert [received(member) for member in group.members] == [1.0] * 3
 
@@ -518,7 +505,7 @@ def test_elements_are_divided_by_the_shares(shares):
 def test_members_that_lack_parameters_receive_them_from_the_others(silent):
     """The first member is slow and lacks updates."""
     options = {"silent": silent, "tensors": equal_but_first}
-    group, _ = average(lambda: Group([FAST / 20, FAST, FAST], [MIN_WEIGHT, 1.0, 3.0], takers=[0], **options))
+    group, _ = average([FAST / 20, FAST, FAST], [MIN_WEIGHT, 1.0, 3.0], takers=[0], **options)
     lacking, *others = group.members
     expected = group.inputs[1][1]
     if silent:

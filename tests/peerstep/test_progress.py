@@ -1,15 +1,14 @@
 """Tests of ProgressTracker: how a peer uses the progress reports of other peers. No DHT, no processes."""
 
 import functools
+import random
 import sys
 import time
 from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
-from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.utils import MSGPackSerializer
-from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.mpfuture import MPFuture
 from hivemind.utils.timed_storage import ValueWithExpiration
 
@@ -25,12 +24,13 @@ from peerstep.progress import (
 )
 from peerstep.progress_record import PROTOCOL, PeerProgress, parse_progress, read_progress
 from peerstep.records import is_readable, signer_of
+from tests.support.simulated_network import make_subkey
 
 
 @functools.cache
 def subkey(number: int) -> bytes:
     """Return the subkey of the records of peer `number`."""
-    return RSASignatureValidator(RSAPrivateKey()).local_public_key
+    return make_subkey(random.Random(number))
 
 
 def peer_id(number: int) -> bytes:

@@ -9,10 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.proto.averaging_pb2 import DownloadData, DownloadRequest
 from hivemind.utils import MSGPackSerializer
-from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from cotrain.training import builders
@@ -22,8 +20,9 @@ from peerstep.state import TrainingStateAverager
 from peerstep.state_download import StateDownload, rank_donors
 from peerstep.state_layout import StateLoadError, choose_elements
 from tests.support.models import build_model
-from tests.support.offline import offline_averager
+from tests.support.offline import RNG, offline_averager
 from tests.support.peers import wait_until
+from tests.support.simulated_network import make_subkey
 from tests.support.state import (
     CONFIG,
     arguments,
@@ -198,7 +197,7 @@ def test_offers_of_nonexistent_peers_take_little_time(donors, clock, monkeypatch
     monkeypatch.setattr(StateDownload, "MAX_DIALS", 3)
     donor, newcomer = donors.add(), donors.add(download_timeout=120.0)
     offer(donor, step=5)
-    signers = (RSASignatureValidator(RSAPrivateKey()).local_public_key for _ in range(9))
+    signers = (make_subkey(RNG) for _ in range(9))
     donors.offers = dict.fromkeys(signers, float(2**31 - 1))
     assert newcomer.load_state_from_peers() and newcomer.local_epoch == 5
     assert clock.now < 9 * donors.DIAL_SECONDS, "three are dialed at a time"
@@ -413,7 +412,7 @@ def test_credible_step_grows_with_the_time_of_a_download(clock):
 
 def test_donors_are_ranked_by_step_without_malformed_offers():
     offers = [3, 5.0, 4, 2**31, -1, float("nan"), float("inf"), "6", None, True, 30_000, 5]
-    signers = [RSASignatureValidator(RSAPrivateKey()).local_public_key for _ in offers]
+    signers = [make_subkey(RNG) for _ in offers]
     offers = [ValueWithExpiration(value, 1e12) for value in offers[:-1]] + [None]
     unsigned = {"text": offers[0], signer_of(signers[0]).to_bytes(): offers[1]}
     ids = list(map(signer_of, signers))

@@ -1,15 +1,14 @@
 """Averagers and optimizers without their processes and without a network, for fast tests of one peer."""
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 
 import torch
-from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.p2p import P2PDaemonError, PeerID
-from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.mpfuture import MPFuture
 from hivemind.utils.timed_storage import ValueWithExpiration
 
@@ -20,9 +19,11 @@ from peerstep.rounds import RoundResult
 from peerstep.state import TrainingStateAverager
 from tests.support.models import build_model
 from tests.support.peers import build_trainers_optimizer
+from tests.support.simulated_network import make_subkey
 from tests.support.state import CONFIG, build_averager
 
-SUBKEY = RSASignatureValidator(RSAPrivateKey()).local_public_key
+RNG = random.Random(0)
+SUBKEY = make_subkey(RNG)
 
 
 class SilentDHT:
@@ -111,7 +112,7 @@ class Donors:
 
         :param behaviour: takes the messages of a download and returns those that the peer sends instead
         """
-        subkey = RSASignatureValidator(RSAPrivateKey()).local_public_key
+        subkey = make_subkey(RNG)
         dht = SimpleNamespace(peer_id=signer_of(subkey), client_mode=False, get=self._find_offers)
         averager = offline_averager(SimpleNamespace(dht=dht, public_key=subkey), **options)
         averager.behaviour, averager.get_stub = behaviour, partial(self._get_stub, dht.peer_id)
