@@ -104,14 +104,15 @@ def difference(scenario: Scenario, last: int, *peers: Peer, without: Collection[
 
 @pytest.mark.parametrize("flags", [{}, NOT_DELAYED, LOCAL, LOCAL | NOT_DELAYED], ids=IDS)
 def test_unequal_peers_take_the_steps_of_one_process(flags, monkeypatch):
-    """One is in client mode, one on a thin uplink. One restarts, and a newcomer takes its place.
+    """One is in client mode, one on a thin uplink, with wrong clocks. One restarts, and a newcomer takes its place.
 
     A newcomer's first local updates are small, and would bound those of the others.
     """
     monkeypatch.setattr(neighbours, "LOOSE_RATIO", 1e9)
     with Scenario(31, target_batch_size=120, **FLAGS, **flags) as scenario:
         thin, client, leaving = (
-            scenario.add(speed=0.5, uplink=3000.0), scenario.add(client=True), scenario.add(speed=1.7)
+            scenario.add(speed=0.5, uplink=3000.0, clock=600.0), scenario.add(client=True, clock=-5.0),
+            scenario.add(speed=1.7),
         )  # fmt: skip
         scenario.reach(2)
         state = leaving.state
@@ -122,6 +123,7 @@ def test_unequal_peers_take_the_steps_of_one_process(flags, monkeypatch):
         newcomer = scenario.add(speed=1.3)
         assert difference(scenario, 7, thin, client, newcomer) < 1e-5, scenario.describe()
         assert newcomer.downloads and sum(map(bool, newcomer.samples.values())) > 1
+        assert all(peer.samples[step] for peer in (thin, client) for step in range(2, 8)), scenario.describe()
 
 
 def test_peer_that_misses_a_round_gives_its_samples_to_the_next():
@@ -145,6 +147,7 @@ def test_peer_that_sends_nan_changes_nothing_and_is_banned():
         assert difference(scenario, 3, *honest, without=[bad]) < 1e-5, scenario.describe()
         assert any(str(bad.peer_id) in entry["violations"] for peer in honest for entry in peer.rounds)
         assert not any(str(bad.peer_id) in peer.rounds[-1]["group"] for peer in honest)
+        assert any(bad.peer_id in peer.optimizer.grad_averager._matchmaking._banned for peer in honest)
 
 
 def test_sparse_rounds_keep_unequal_trainers_equal():

@@ -81,15 +81,6 @@ def test_claims_follow_what_the_links_carry_from_the_second_round_on(monkeypatch
         assert claim_of_fast >= 400.0 and claim_of_slow == pytest.approx(100.0, rel=0.25), scenario.describe()
 
 
-@pytest.mark.parametrize("local_updates", [False, True])
-def test_trainers_with_wrong_clocks_train_like_others(local_updates):
-    with Scenario(3, target_batch_size=120, local_updates=local_updates) as scenario:
-        peers = [scenario.add(speed=0.8 + 0.2 * index, clock=clock) for index, clock in enumerate((0.0, 600.0, -5.0))]
-        scenario.reach(6)
-        assert scenario.have_one_history() and took_steps_with(peers, 3, since=2), scenario.describe()
-        assert min(peer.applied_samples for peer in peers) > 6 * 120 / 3 / 2
-
-
 def test_trainer_with_long_local_steps_contributes_to_each_round():
     """A local step takes longer than matchmaking, and most of a global step."""
     with Scenario(22, target_batch_size=40, matchmaking_time=3.1) as scenario:
