@@ -141,6 +141,7 @@ class Peer(Node):
         """Say goodbye, and end."""
         self.optimizer.say_goodbye()
         self.optimizer.stop_averaging()
+        self._record()
         self.kill(silently=False)
 
 
