@@ -370,15 +370,6 @@ def invite(authority, path: Path, days: float = 1.0) -> str:
     return str(path)
 
 
-def make_identity(output_dir: Path) -> str:
-    """Create the identity of a peer before its first start, and return its peer ID."""
-    from cotrain.admission.invitations import load_identity
-    from peerstep.records import peer_id_of
-
-    output_dir.mkdir()
-    return str(peer_id_of(load_identity(output_dir / "identity.key").get_public_key()))
-
-
 @contextlib.contextmanager
 def local_peer(
     folder: Path, run_id: str, initial_peers: tuple[str, ...] = (), client_mode: bool = False, **options
