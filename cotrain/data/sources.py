@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 import charset_normalizer
 import datasets
@@ -150,7 +151,7 @@ def find_encoding(path: Path) -> str:
 
 
 def open_dataset(
-    name: str, config_name: str | None, column: str | None, encoding: str | None, **options: object
+    name: str, config_name: str | None, column: str | None, encoding: str | None, **options: Any
 ) -> Source:
     """Open a dataset on the Hugging Face Hub, or one in a folder; UserError if there is none of this name.
 
