@@ -300,12 +300,13 @@ def test_trainer_that_slept_receives_the_parameters_before_the_next_round_that_a
 def test_weak_downlink_that_lacks_parameters_each_time_does_not_fall_behind():
     # It takes part in every second step: with 2 instead of 8, it may be in those rounds only that average parameters,
     # where nobody gives it those that it lacks, and it receives a third of them at a time.
-    with Scenario(12, target_batch_size=160, average_state_every=8, averaging_timeout=20.0) as scenario:
+    with Scenario(12, 25.0, target_batch_size=160, average_state_every=8, averaging_timeout=20.0) as scenario:
         weak, others = scenario.add(uplink=60.0, downlink=60.0), add_trainers(scenario, 3)
         scenario.reach(12, *others)
         assert scenario.have_one_history(*others) and not any(peer.downloads for peer in others)
         assert min(peer.received for peer in others) > 0.98
-        assert weak.step >= 10 and scenario.distance(weak, others[0]) < 0.03, scenario.describe()
+        # Measured: 0.009 to 0.014, and 0.042 to 0.051 if nobody gives parameters.
+        assert weak.step >= 10 and scenario.distance(weak, others[0]) < 0.035, scenario.describe()
 
 
 # Restarts
