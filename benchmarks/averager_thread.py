@@ -100,7 +100,7 @@ class Member(ServicerBase):
 
 
 def host(pipe: Connection, *options) -> None:
-    """Run a member in a process of its own."""
+    """Run a member in a separate process."""
     signal_at_end_of_parent(signal.SIGKILL)
     torch.set_num_threads(1)
     asyncio.run(Member(*options).run(pipe))

@@ -89,7 +89,10 @@ class JsonLinesFile:
         self.flush()
 
     def flush(self) -> None:
-        """Write the lines that wait in memory, if there are any; OSError if the disk is full."""
+        """Write the lines that wait in memory.
+
+        If that fails, a warning is logged. The lines wait for the next call; with `max_bytes` they are dropped.
+        """
         if not self._waiting:
             return
         try:

@@ -1,4 +1,4 @@
-"""Real peers learn what one process learns: beside plain PyTorch, with optimizers and a schedule of its own."""
+"""Real peers learn what one process learns: beside plain PyTorch, with its own optimizers and schedule."""
 
 import asyncio
 import math

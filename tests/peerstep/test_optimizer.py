@@ -95,7 +95,7 @@ def test_contribution_is_the_mean_over_samples():
 
 
 def test_overflow_costs_its_local_step_alone():
-    """Each peer has a loss scale of its own, as with float16."""
+    """Each peer has another loss scale, as with float16."""
     optimizer, scaler = build(), torch.amp.GradScaler("cpu", init_scale=2.0**16)
     (parameter,) = optimizer.state_averager.main_parameters
     for factor in (math.inf, 0.3, 0.5):
