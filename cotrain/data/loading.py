@@ -1,5 +1,6 @@
 """Loading of the prepared data in trainers and evaluators."""
 
+import struct
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from cotrain.data.manifest import REMEDY, Manifest
 from cotrain.data.packing import SCHEMAS
 from cotrain.models.objectives import SPLITS
 from cotrain.models.vocabulary import tokenizer_sha256, vocabulary_size
+
+# Of an Arrow file. A batch takes up to 5 KB of memory, an empty one 0.3 KB of the file.
+MAX_ARROW_HEADER, FREE_BATCHES, BYTES_PER_BATCH = 2**20, 1000, 4096
 
 
 def load_split(dataset_path: str | Path, split: str) -> Dataset:
@@ -37,6 +41,9 @@ def open_samples(files: Iterable[Path], objective: str, num_samples: int) -> Tab
     The columns have the types of the objective. The files' metadata and the JSON files beside them, which could name
     other types and files, are not read: `datasets` opens the paths and URLs in a column of images.
     """
+    files = list(files)
+    for file in files:
+        _check_messages(file, len(SCHEMAS[objective]))
     table = concat_tables([MemoryMappedTable.from_file(str(file)).replace_schema_metadata(None) for file in files])
     table = table.select(SCHEMAS[objective].names)
     if table.schema != SCHEMAS[objective]:
@@ -44,6 +51,42 @@ def open_samples(files: Iterable[Path], objective: str, num_samples: int) -> Tab
     if len(table) != num_samples:
         raise ValueError(f"{len(table)} samples instead of {num_samples}")
     return table
+
+
+def _check_messages(file: Path, num_columns: int) -> None:
+    """Raise ValueError unless what an Arrow file takes in memory is bounded by its size, which it is if mapped.
+
+    Refused are compressed buffers, dictionaries, other numbers of columns, and more batches than such a file has.
+    """
+    with pa.memory_map(str(file)) as source:
+        most = FREE_BATCHES + source.size() // BYTES_PER_BATCH
+        for number, message in enumerate(pa.ipc.MessageReader.open_stream(source)):
+            if message.type != ("record batch" if number else "schema") or len(message.metadata) > MAX_ARROW_HEADER:
+                raise ValueError("it has parts that tokenize_wikitext103.py does not write")
+            if number > most:
+                raise ValueError(f"it has more than {most:,} batches")
+            if number == 0 and len(pa.ipc.read_schema(message)) != num_columns:
+                raise ValueError("it has other columns")
+            if number and _is_compressed(message.metadata):
+                raise ValueError("it is compressed in itself")
+
+
+def _is_compressed(metadata: bytes) -> bool:
+    """Whether the header of a record batch, a flatbuffer of Arrow's Message.fbs, states a compression.
+
+    Arrow 0.17 stated it in the metadata of the message, which are refused.
+    """
+
+    def find(table: int, field: int) -> int:
+        """Return the position of a field, 0 if the table lacks it."""
+        offsets = table - struct.unpack_from("<i", metadata, table)[0]
+        is_known = 4 + 2 * field < struct.unpack_from("<H", metadata, offsets)[0]
+        offset = struct.unpack_from("<H", metadata, offsets + 4 + 2 * field)[0] if is_known else 0
+        return offset and table + offset
+
+    message = struct.unpack_from("<I", metadata)[0]
+    header = find(message, 2)
+    return find(header + struct.unpack_from("<I", metadata, header)[0], 3) > 0 or find(message, 4) > 0
 
 
 def check_dataset(dataset_path: str | Path) -> None:
