@@ -27,6 +27,23 @@ _SPECIAL_TOKENS = {
     "eos_token": ("</s>", "<eos>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>"),
 }  # fmt: skip
 
+# What is read of a tokenizer in a folder that a run may have brought: flags, numbers and tokens, no name of a file.
+MAX_NUMBER = 10_000
+_OPTIONS = (
+    "add_bos_token add_eos_token add_prefix_space added_tokens_decoder additional_special_tokens chat_control_tokens "
+    "chat_template clean_text clean_up_tokenization_spaces do_basic_tokenize do_clean_text do_lower_case do_lowercase "
+    "do_lowercase_and_remove_accent do_subword_tokenize do_upper_case do_word_tokenize errors extra_ids "
+    "extra_special_tokens id2lang keep_accents lang2id langs language_codes legacy legacy_behaviour model_input_names "
+    "model_max_length never_split normalization normalize num_madeup_words objective offset padding_side remove_space "
+    "source_lang spaces_between_special_tokens split_by_punct split_special_tokens src_lang strip_accents "
+    "subword_tokenizer_type target_lang tgt_lang tokenize_chinese_chars trim_offsets truncation_side unk_id "
+    "use_default_system_prompt word_tokenizer_type wordpieces_prefix"
+)
+_FILES = {
+    "tokenizer_file": "tokenizer.json", "added_tokens_file": "added_tokens.json",
+    "chat_template_file": "chat_template.jinja",
+}  # fmt: skip
+
 
 def load_tokenizer(
     name: str,
@@ -39,7 +56,8 @@ def load_tokenizer(
 
     :param flag: the flag that `name` comes from
     :param remedy: what to do about a wrong name
-    :param use_hub: whether a name that is no folder is looked up on the Hub
+    :param use_hub: whether the user has chosen it for the preparation: transformers reads it as it is, and a name that
+        is no folder is looked up on the Hub. Otherwise a stranger may have written the folder, see `_read_folder`
     """
     is_folder = Path(name).is_dir()
     if not is_folder and (not use_hub or name.startswith((".", "/", "~"))):
@@ -57,11 +75,43 @@ def load_tokenizer(
             if "auto_map" in config:
                 raise ValueError("it has code with it, which is never run")
             tokenizer_class = transformers.AutoTokenizer
+        if not use_hub:
+            return _read_folder(Path(name), tokenizer_class, config)
         # The default of trust_remote_code asks at the terminal whether the repository's code may run.
         return tokenizer_class.from_pretrained(name, **options, **({} if path else config), trust_remote_code=False)
     except Exception as error:
         what = "holds no tokenizer that can be read" if is_folder else "is neither a folder here nor on the Hub"
         raise UserError(f"{flag}: '{name}' {what} ({' '.join(str(error).split()):.300}); {remedy}") from None
+
+
+def _read_folder(folder: Path, tokenizer_class: type, config: dict[str, object]) -> PreTrainedTokenizerBase:
+    """Build a tokenizer from the files in a folder that its class names, tokenizer.json first, and from _OPTIONS.
+
+    `from_pretrained` passes all of tokenizer_config.json to the class, also names of files: `init_inputs` is read as a
+    vocabulary, wherever it is, and so are `sp_model_kwargs`, `mecab_kwargs` and `merges`.
+    """
+    if tokenizer_class is transformers.AutoTokenizer:
+        tokenizer_class = _find_class(folder / "config.json")
+    special = folder / "special_tokens_map.json"  # of older versions; transformers takes any option from it
+    if special.is_file() and "added_tokens_decoder" not in config:
+        for key, token in json.loads(special.read_text(encoding="utf-8")).items():
+            config[key] = {"__type": "AddedToken", **token} if isinstance(token, dict) else token
+    names = {**tokenizer_class.vocab_files_names, **_FILES}
+    if not (folder / "tokenizer.json").is_file():  # published beside it, or alone
+        names.setdefault("vocab_file", "tokenizer.model")
+    files = {key: str(folder / file) for key, file in names.items() if (folder / file).is_file()}
+    kept = {key: value for key, value in config.items() if key in _OPTIONS.split() or key.endswith("_token")}
+    if any(type(value) is int and value > MAX_NUMBER for key, value in kept.items() if key != "model_max_length"):
+        raise ValueError("a number in its tokenizer_config.json is too large")
+    return tokenizer_class._from_pretrained(files, str(folder), kept, _is_local=True, local_files_only=True)  # noqa: SLF001
+
+
+def _find_class(config: Path) -> type:
+    """Return the class of the tokenizers of a model type, as AutoTokenizer does; the general one if none is stated."""
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES  # seconds, for torch
+
+    model_type = json.loads(config.read_text(encoding="utf-8")).get("model_type") if config.is_file() else None
+    return getattr(transformers, TOKENIZER_MAPPING_NAMES.get(model_type) or "PreTrainedTokenizerFast")
 
 
 def _guess_config(folder: Path) -> dict[str, str | bool | None]:

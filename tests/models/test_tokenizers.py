@@ -5,7 +5,7 @@ import json
 
 import pytest
 import sentencepiece
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
 
 from cotrain.common.errors import UserError
 from cotrain.data.tokenizers import check_special_tokens, load_tokenizer
@@ -136,3 +136,101 @@ def test_missing_special_token_says_where_to_state_it(tmp_path):
     write_json(tmp_path, models.WordPiece(unk_token="[UNK]"), PIECES)
     with pytest.raises(UserError, match=r'tokens eos, .*tokenizer_config.json, such as {"eos_token": "</s>"}'):
         check_special_tokens(load_tokenizer(str(tmp_path)), "clm")
+
+
+SLOW = {
+    "T5": (lambda x: write_pieces(x, "spiece.model", []), "T5Tokenizer"),
+    "sentencepiece itself": (lambda x: write_pieces(x, "spiece.model", ["[CLS]", "[SEP]"]), "BertGenerationTokenizer"),
+    "PLBart": (lambda x: write_pieces(x, "sentencepiece.bpe.model", []), "PLBartTokenizer"),
+    "bytes": (lambda _: None, "ByT5Tokenizer"),
+    "CTRL": (lambda x: write_pair(x, ["<unk>"]), "CTRLTokenizer"),
+    "Gemma": (lambda x: write_pieces(x, "tokenizer.model", []), "GemmaTokenizer"),
+}
+
+
+def describe(tokenizer) -> dict:
+    encoded = tokenizer("The value of the list: <custom>, [MASK] Ünï 12\n <s>")
+    return {
+        "class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab(), "encoded": dict(encoded),
+        "decoded": tokenizer.decode(encoded.input_ids), "special": tokenizer.special_tokens_map,
+        "added": {key: repr(token) for key, token in tokenizer.added_tokens_decoder.items()},
+        "others": (tokenizer.model_max_length, tokenizer.chat_template, tokenizer.init_kwargs.get("objective")),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*ALONE, *SLOW])
+def test_prepared_folder_is_read_as_transformers_reads_it(name, tmp_path, monkeypatch):
+    """The reader of our own takes the files and options that a preparation writes: those of published runs."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    write, kind = (ALONE | SLOW)[name][:2]
+    (tmp_path / "found").mkdir()
+    write(tmp_path / "found")
+    if name in SLOW:
+        (tmp_path / "found/tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}), encoding="utf-8")
+    tokenizer = load_tokenizer(str(tmp_path / "found"), use_hub=True)
+    assert describe(load_tokenizer(str(tmp_path / "found"))) == describe(tokenizer)
+    tokenizer.add_tokens([AddedToken("<custom>", lstrip=True), "two words"])
+    tokenizer.model_max_length, tokenizer.chat_template = 77, "{{ messages }}"
+    tokenizer.init_kwargs["objective"] = "chat"
+    tokenizer.save_pretrained(tmp_path / "prepared")
+    own = load_tokenizer(str(tmp_path / "prepared"))
+    assert describe(own) == describe(load_tokenizer(str(tmp_path / "prepared"), use_hub=True))
+    assert describe(own)["others"] == (77, "{{ messages }}", "chat")
+    own.save_pretrained(tmp_path / "checkpoint")
+    assert describe(load_tokenizer(str(tmp_path / "checkpoint"))) == describe(own)
+
+
+SECRET = "-----BEGIN-KEY-----\nb3BlbnNzaC1rZXktdjEAAAAABG5vbmU\n"
+BERT_CONFIG = {"tokenizer_class": "BertTokenizer"}
+# name -> tokenizer_config.json, special_tokens_map.json; PATH is a file elsewhere
+FOREIGN = {
+    "init_inputs": ({**BERT_CONFIG, "init_inputs": ["PATH"]}, {}),
+    "vocab": ({**BERT_CONFIG, "vocab": "PATH"}, {}),
+    "vocab_file": ({**BERT_CONFIG, "vocab_file": "PATH"}, {}),
+    "vocabulary in the special tokens": (BERT_CONFIG, {"vocab": "PATH", "vocab_file": "PATH"}),
+    "of the old class": ({"tokenizer_class": "BertTokenizerLegacy", "vocab_file": "PATH"}, {"vocab_file": "PATH"}),
+    "merges": ({"tokenizer_class": "GPT2Tokenizer", "vocab": {"a": 0}, "merges": "PATH"}, {"merges": "PATH"}),
+    "model of sentencepiece": (
+        {"tokenizer_class": "BertGenerationTokenizer", "sp_model_kwargs": {"model_file": "PATH"}},
+        {"sp_model_kwargs": {"model_file": "PATH"}, "vocab_file": "PATH"},
+    ),
+    "tokenizer_file": ({"tokenizer_class": "TokenizersBackend", "tokenizer_file": "PATH"}, {"tokenizer_file": "PATH"}),
+    "another version's file": ({**BERT_CONFIG, "fast_tokenizer_files": ["PATH", "tokenizer.4.0.0.json"]}, {}),
+    "gguf_file": ({**BERT_CONFIG, "gguf_file": "PATH"}, {"gguf_file": "PATH"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("where", ["absolute", "relative"])
+@pytest.mark.parametrize("kind", ["text", "tokenizer", "pieces"])
+@pytest.mark.parametrize("name", FOREIGN)
+def test_no_file_elsewhere_becomes_the_vocabulary(name, kind, where, tmp_path, monkeypatch):
+    """A run's tokenizer_config.json names a file of this machine. A monitor saves and uploads what it reads."""
+    folder, private = tmp_path / "data/tokenizer", tmp_path / "private"
+    folder.mkdir(parents=True)
+    private.mkdir()
+    monkeypatch.chdir(tmp_path)
+    if kind == "text":
+        (private / "secret").write_text(SECRET, encoding="utf-8")
+    elif kind == "tokenizer":
+        write_json(private, models.WordPiece(unk_token="[UNK]"), PIECES)
+        (private / "tokenizer.json").rename(private / "secret")
+    else:
+        write_pieces(private, "secret", [])
+    path = str(private / "secret") if where == "absolute" else "private/secret"
+    for file, content in zip(("tokenizer_config", "special_tokens_map"), FOREIGN[name], strict=True):
+        text = json.dumps(content).replace("PATH", path)
+        (folder / f"{file}.json").write_text(text, encoding="utf-8")
+    try:
+        tokenizer = load_tokenizer(str(folder))
+        tokenizer.save_pretrained(tmp_path / "checkpoint")
+    except UserError:
+        return
+    assert not [token for token in tokenizer.get_vocab() if "KEY" in token or "b3Blb" in token or "value" in token]
+    assert all(b"b3Blb" not in file.read_bytes() for file in (tmp_path / "checkpoint").iterdir())
+
+
+def test_large_number_makes_no_vocabulary(tmp_path):
+    config = {"tokenizer_class": "ByT5Tokenizer", "extra_ids": 10**9}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(UserError, match="a number in its tokenizer_config.json is too large"):
+        load_tokenizer(str(tmp_path))
