@@ -26,7 +26,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from cotrain.arguments import BASE_FOLDER, LocalTrainingArguments, ModelArguments
 from cotrain.common.errors import UserError, first_line
-from cotrain.models.config import find_model_classes, is_inline, is_published_name, read_fields
+from cotrain.models.config import CONFIGS, find_model_classes, is_inline, is_published_name, read_fields
+from cotrain.models.hub import ADAPTED, ADAPTERS, fetch_files
 from cotrain.models.objectives import OBJECTIVES
 from cotrain.models.vocabulary import vocabulary_size
 
@@ -68,9 +69,12 @@ def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> Pre
     is_from_run = "model_name_or_path" in args.adopted and name != BASE_FOLDER
     if is_from_run and is_read and Path(name).exists():  # the run's data may have created it
         raise UserError(f"this run's --model_name_or_path '{name}' is a path on this machine: refused")
-    if is_read and args.from_pretrained and Path(name, "adapter_config.json").is_file():  # peft would replace them
-        raise UserError(f"--model_name_or_path: '{name}' has adapters: merge or remove them, see docs/fine-tuning.md")
-    config = read_config(name, has_weights=args.from_pretrained, **args.hub_options)
+    if is_read and args.from_pretrained and Path(name, ADAPTERS).is_file():  # peft would replace them
+        raise UserError(ADAPTED.format(name))
+    source, is_here = name, is_inline(name) or Path(name).exists() or (CONFIGS / f"{name}.json").is_file()
+    if is_from_run and not is_here:
+        source = str(fetch_files(name, is_foreign=True, has_weights=False, **args.hub_options))
+    config = read_config(source, has_weights=args.from_pretrained, **args.hub_options)
     if args.lora_rank is not None and not Path(name).exists():  # all that is read of the repository is of one commit
         with contextlib.suppress(OSError):  # a built-in name, and no Hub
             args.model_revision = Path(cached_file(name, "config.json", **args.hub_options)).parent.name

@@ -1,24 +1,20 @@
 """Pretrained weights at --model_name_or_path, a folder or a repository of the Hugging Face Hub."""
 
-import contextlib
 import hashlib
-import logging
 from pathlib import Path
 
 import torch
-from huggingface_hub import HfApi
 from safetensors import safe_open
-from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
+from safetensors.torch import load_file
+from transformers import BitsAndBytesConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
 from cotrain.arguments import ModelArguments, weight_files
 from cotrain.common.errors import UserError, first_line
-from cotrain.common.hosts import MAX_DOWNLOAD_BYTES
-from cotrain.models.config import find_refusal, is_inline
+from cotrain.models.config import is_inline
+from cotrain.models.hub import ADAPTED, ADAPTERS, fetch_files
 from cotrain.models.model import get_model_class, get_objective, try_model
 from cotrain.models.objectives import OBJECTIVES
-
-logger = logging.getLogger(__name__)
 
 SAMPLED = 1024  # elements at the beginning of each tensor that the digest covers
 
@@ -29,44 +25,47 @@ def load_pretrained(config: PretrainedConfig, args: ModelArguments) -> PreTraine
     With --lora_rank it has the precision of the weights, and on a CPU their pages of the file. Otherwise it is in
     float32.
 
-    :raises UserError: if there are none, they do not fit the configuration, or a run chose more than
-      MAX_DOWNLOAD_BYTES of them
+    :raises UserError: if there are none, they do not fit the configuration, they are adapters, or a
+      run chose more than MAX_DOWNLOAD_BYTES of them
     """
     name = args.model_name_or_path
     if is_inline(name) or Path(name).is_file():
         remedy = "pass a folder that also contains the weights"
         raise UserError(f"--from_pretrained: '{name:.200}' is a configuration; {remedy}")
-    options = dict(args.hub_options)
-    if not Path(name).is_dir():
-        _announce_size(args)
-    if args.lora_rank is not None:
-        options |= {"dtype": "auto", "use_safetensors": True}
-    if args.load_in_4bit:
-        options |= _quantize()
+    is_foreign = "model_name_or_path" in args.adopted
+    folder = Path(name) if Path(name).is_dir() else fetch_files(name, is_foreign, True, **args.hub_options)
+    if (folder / ADAPTERS).is_file():  # peft would follow the name of their base
+        raise UserError(ADAPTED.format(name))
+    options = {"dtype": "auto"} | (_quantize() if args.load_in_4bit else {})
+    model_class = get_model_class(config)
     try:
-        model, info = get_model_class(config).from_pretrained(name, config=config, output_loading_info=True, **options)
+        if is_foreign or args.lora_rank is not None or (folder / weight_files(folder)[0]).is_file():
+            model, info = open_weights(model_class, config, folder, **options)
+        else:  # files of torch, which the user has chosen
+            options |= args.hub_options
+            model, info = model_class.from_pretrained(name, config=config, output_loading_info=True, **options)
     except Exception as error:
-        reason = (
-            find_refusal(error, name, args.hub_options) or f"no weights that fit at '{name}' ({first_line(error)})"
-        )
-        raise UserError(f"--from_pretrained: {reason}") from None
+        raise UserError(f"--from_pretrained: no weights that fit at '{name}' ({first_line(error)})") from None
     if args.lora_rank is not None and info["missing_keys"] and OBJECTIVES[get_objective(config)].is_causal:
         missing = ", ".join(sorted(info["missing_keys"])[:3])
         raise UserError(f"--lora_rank: the model at '{name}' lacks weights ({missing}): choose one with its head")
     return try_model(model if args.lora_rank is not None else model.to(torch.float32))
 
 
-def _announce_size(args: ModelArguments) -> None:
-    """Log the size of the weights on the Hub; UserError if a run has chosen more than MAX_DOWNLOAD_BYTES."""
-    name, size = args.model_name_or_path, 0
-    with contextlib.suppress(Exception):  # without the Hub, nothing is downloaded
-        info = HfApi(token=args.hub_options.get("token")).model_info(
-            name, revision=args.model_revision, files_metadata=True, timeout=30.0
-        )
-        size = sum(file.size or 0 for file in info.siblings if file.rfilename.endswith(".safetensors"))
-        logger.info(f"The weights of {name} have {size / 1e9:.1f} GB; what is not in {args.cache_dir} is downloaded")
-    if size > MAX_DOWNLOAD_BYTES and "model_name_or_path" in args.adopted:
-        raise UserError(f"the weights of '{name}' have {size / 1e9:.0f} GB: pass --model_name_or_path yourself")
+def open_weights(
+    model_class: type, config: PretrainedConfig, folder: Path, **options: object
+) -> tuple[PreTrainedModel, dict[str, object]]:
+    """Build a model from the safetensors files in a folder; return it, and transformers' report of the loading.
+
+    transformers gets tensors instead of the folder, in which it would follow adapters to a base anywhere.
+
+    :raises UserError: if an index names files elsewhere
+    :raises OSError: if a file is missing
+    """
+    tensors = {key: value for file in weight_files(folder) for key, value in load_file(folder / file).items()}
+    if (folder / "generation_config.json").is_file():
+        options["generation_config"] = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return model_class.from_pretrained(None, config=config, state_dict=tensors, output_loading_info=True, **options)
 
 
 def _quantize() -> dict[str, object]:

@@ -3,18 +3,27 @@
 Checkpoints may come from strangers: weights are read from safetensors only, and code in a checkpoint is never run.
 """
 
+import json
 from pathlib import Path
 
+import transformers
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.common.errors import UserError, first_line
 from cotrain.data.tokenizers import load_tokenizer
+from cotrain.models.config import find_model_classes
+from cotrain.models.hub import ADAPTED, ADAPTERS, fetch_files
 from cotrain.models.model import get_objective, read_config, set_objective
 from cotrain.models.objectives import OBJECTIVES
+from cotrain.models.pretrained import open_weights
 from cotrain.training.checkpoints import list_checkpoints
 
-ADAPTERS = "adapter_config.json"  # of peft
+# Others of peft's name files, repositories or modules to import: `megatron_core`, `corda_config`, `auto_mapping`
+_ADAPTER_FIELDS = (
+    "base_model_name_or_path revision r lora_alpha lora_dropout target_modules exclude_modules fan_in_fan_out bias "
+    "task_type modules_to_save rank_pattern alpha_pattern use_rslora use_dora layers_to_transform layers_pattern"
+)
 _REMEDY = "pass a folder with config.json, model.safetensors and a tokenizer, or an --output_dir with a checkpoint"
 
 
@@ -42,25 +51,31 @@ def load_checkpoint(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerB
         from peft import LoraConfig, PeftModel, get_peft_model_state_dict  # seconds
 
         try:
-            adapters = LoraConfig.from_pretrained(folder)
-            source, options = adapters.base_model_name_or_path, {"revision": adapters.revision, "dtype": "auto"}
+            fields = json.loads((folder / ADAPTERS).read_text(encoding="utf-8"))
+            if fields["peft_type"] != "LORA":
+                raise ValueError("they are of another kind")
+            adapters = LoraConfig(**{key: fields[key] for key in _ADAPTER_FIELDS.split() if key in fields})
+            source, options = adapters.base_model_name_or_path, {"revision": adapters.revision}
             with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
                 names = set(file.keys())
-            if not (isinstance(adapters, LoraConfig) and isinstance(source, str)):
-                raise ValueError("they are of another kind, or name no base model")
+            if not isinstance(source, str):
+                raise ValueError("they name no base model")
             if Path(source).is_absolute() and not Path(source).is_dir():
                 raise ValueError(f"their base is not at '{source}': copy it there, or write its path in {ADAPTERS}")
         except Exception as error:
             raise UserError(f"CHECKPOINT: the adapters in '{folder}' cannot be read ({first_line(error)})") from None
-    config = read_config(source, flag="CHECKPOINT", **options)
+    is_here = Path(source).is_dir()
+    base = Path(source) if is_here else fetch_files(source, is_foreign=False, has_weights=True, **options)
+    config = read_config(str(base), flag="CHECKPOINT")
     set_objective(config, tokenizer)
-    auto_class = AutoModelForCausalLM if OBJECTIVES[get_objective(config)].is_causal else AutoModelForMaskedLM
+    classes = find_model_classes(config.model_type)
+    model_class = getattr(transformers, classes["clm" if OBJECTIVES[get_objective(config)].is_causal else "mlm"])
     try:
-        model, info = auto_class.from_pretrained(
-            source, config=config, trust_remote_code=False, use_safetensors=True, output_loading_info=True, **options
-        )
+        if options and (base / ADAPTERS).is_file():
+            raise ValueError(ADAPTED.format(source))
+        model, info = open_weights(model_class, config, base, **({"dtype": "auto"} if options else {}))
         if options:
-            model = PeftModel.from_pretrained(model, folder)
+            model = PeftModel.from_pretrained(model, folder, config=adapters)
             if names != set(get_peft_model_state_dict(model)):
                 raise ValueError("adapters are missing")
     except Exception as error:

@@ -13,14 +13,13 @@ import torch
 from huggingface_hub.errors import GatedRepoError, RevisionNotFoundError
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel, PretrainedConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from cotrain.arguments import DatasetArguments, ModelArguments
 from cotrain.common.errors import UserError
 from cotrain.models import model as models
-from cotrain.models import pretrained
 from cotrain.models.adapters import activation_bytes, add_adapters
-from cotrain.models.model import enable_gradient_checkpointing, get_model_class, to_float
+from cotrain.models.model import enable_gradient_checkpointing, to_float
 from cotrain.models.pretrained import digest_weights, load_pretrained
 from cotrain.monitoring.evaluation import Evaluator
 from cotrain.tasks.task_loading import build_initial_model, load_task
@@ -202,9 +201,7 @@ def test_hub_says_in_one_line_why_weights_are_not_given(prepared, base, monkeypa
     config, fail = LlamaConfig.from_pretrained(base), Mock(side_effect=error)
     args = arguments(prepared, "me/model", model_revision="abc")
     args.adopted = {"model_name_or_path"}
-    monkeypatch.setattr(pretrained, "_announce_size", lambda _args: None)
-    monkeypatch.setattr(get_model_class(config), "from_pretrained", fail)
-    monkeypatch.setattr(PretrainedConfig, "get_config_dict", fail)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", fail)
     for ask in (partial(load_pretrained, config, args), partial(load_task, args)):
         with pytest.raises(UserError, match=line) as refused:
             ask()
