@@ -15,7 +15,8 @@ was alive at a step if it has reported this one or an earlier one, and this one 
 later one, and the others have done so, too, or had `settle_time` to follow. A peer that contributes to it, as its
 heartbeat says, has `late_time`: it reports the step after its local step. Steps more than `MAX_SPREAD` ahead of the
 slower half wait. A peer that left after an unreported step still counts: the last one may never take that step. What a
-peer reports of a step after that, also because the network was divided, is `late`: it counts, but in no report.
+peer reports of a step after that, also because the network was divided, is `late`: it counts, but in no report. In
+each of the newest HISTORY_LENGTH steps a peer counts once, with at most what it could have had in the report.
 
 **Going back.** A run that lost all its trainers continues from a checkpoint and repeats the steps since then. Peers
 with a step behind the reported one that have contributed to no report are newcomers. Once there are only newcomers,
@@ -25,13 +26,16 @@ newcomers are only in the majority, it does so after `settle_time`. So a lie of 
 **Limits.** Byzantine peers that outnumber the honest ones (two against one) decide the global step, and the steps that
 they skip are lost. One against one, a Byzantine peer is believed up to `MAX_SPREAD` steps ahead. A jump of more than
 `MAX_JUMP` steps must be visible for `settle_time`, and the global step grows by at most `MAX_STEPS_PER_SECOND`. The
-weight of a peer's loss and speed is bounded, see `StepReport`; their values are not.
+weight of a peer's loss and speed is bounded, see `StepReport`. A loss far from those of the others and of the newest
+steps is left out, see `find_near`: one peer of two has its way if it is there from the first step on.
 """
 
 import math
 import statistics
+from collections import defaultdict, deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from cotrain.dht import metrics_schema
@@ -44,6 +48,9 @@ MAX_STEPS_PER_SECOND = 10.0  # above the rate of any run: matchmaking alone take
 MAX_SPREAD = 3  # steps between peers of the same run; peers that average together are hardly ever apart
 FRESH_SECONDS = 20.0  # seconds; trainers publish a heartbeat every 5
 MAX_PENDING_STEPS = 2 * HISTORY_LENGTH  # unreported steps kept per peer
+# Of a value that is left out: values to compare with, and its distance from their median, in medians of their
+# distances and relative to the median. Losses of honest peers differ by a few medians, and by some per cent.
+MIN_KNOWN, MAX_KNOWN, FAR, RELATIVELY_FAR = 5, 64, 20.0, 0.5
 
 
 class PeerStep(NamedTuple):
@@ -64,8 +71,8 @@ class StepReport:
     """Aggregated metrics of one global step.
 
     `loss`: mean over the micro-batches of each peer that took exactly this step, weighted by the peers' samples, which
-    count as they do in the round. `metrics`: those besides the five of hivemind's record, by the names
-    of their curves. A value that no peer reported is None.
+    count as they do in the round, without losses far from the others'. `metrics`: those besides the five of hivemind's
+    record, by the names of their curves. A value that no peer reported is None.
     """
 
     step: int
@@ -125,7 +132,8 @@ class MetricsAggregator:
         self.live_peers: list[TrackedPeer] = []  # in the newest update
         self.contributors: set[Hashable] = set()  # the peers in the newest report
         self.late: list[PeerStep] = []  # found in the newest update, of steps that were reported without them
-        self._first_step = self.last_reported_step  # those up to it were counted before a restart
+        self._counted: dict[int, dict[Hashable, int]] = {}  # samples by peer in each of the newest reported steps
+        self._known: dict[str, deque] = defaultdict(partial(deque, maxlen=MAX_KNOWN))  # means of peers, by metric
         self._peers: dict[Hashable, TrackedPeer] = {}
         self._taking_part: list[TrackedPeer] = []
         self._reached: dict[int, float] = {}  # pending step -> when half of the peers had first reached it
@@ -214,7 +222,6 @@ class MetricsAggregator:
         if not has_ended and self._now - self._outvoted_since < self.settle_time:
             return
         self.last_reported_step = statistics.median_low(first_steps) - 1
-        self._first_step = min(self._first_step, self.last_reported_step)
         self._outvoted_since, self._is_doubtful = None, False
         for peer in self._peers.values():
             if peer not in voters:  # its unreported steps are not of this run
@@ -250,13 +257,23 @@ class MetricsAggregator:
 
     def _take_late(self, peer: TrackedPeer) -> list[PeerStep]:
         steps = [] if peer.is_newcomer else sorted(step for step in peer.pending if step <= self.last_reported_step)
-        late = [self._take(peer, step) for step in steps]
-        return [record for record in late if record.step > self._first_step and record.samples > 0]
+        late = []
+        for record in [self._take(peer, step) for step in steps]:
+            counted = self._counted.get(record.step, {peer.key: 0})  # too old, or from before a restart
+            if peer.key not in counted and record.samples > 0:
+                counted[peer.key] = record.samples
+                counted[peer.key] = round(self._cap(counted)[peer.key])
+                late.append(record._replace(samples=counted[peer.key]))
+        return late
 
     def _take(self, peer: TrackedPeer, step: int) -> PeerStep:
         """Take a record of a peer, with its samples bounded."""
         peer.is_newcomer, peer.done, own = False, max(peer.done, step), peer.pending.pop(step)
         return own._replace(samples=min(own.samples, self.target_batch_size))
+
+    def _cap(self, values: Mapping[Hashable, float]) -> Mapping[Hashable, float]:
+        """Cap what peers state by the others' values, as in a round; nothing in a run that believes them."""
+        return values if self.believes_weights else cap_weights(values, len(values) - 1)
 
     def _report(self, step: int) -> StepReport:
         contributors = [peer for peer in self._peers.values() if step in peer.pending]
@@ -267,12 +284,13 @@ class MetricsAggregator:
         self.last_reported_step, self._last_report_time = step, self._now
         self.contributors = {peer.key for peer in contributors}
         contributions = [self._take(peer, step) for peer in contributors]
-        if not self.believes_weights:
-            samples = {own.peer: own.samples for own in contributions}
-            caps = cap_weights(samples, len(samples) - 1)
-            contributions = [own._replace(samples=round(caps[own.peer])) for own in contributions]
+        caps = self._cap({own.peer: own.samples for own in contributions})
+        contributions = [own._replace(samples=round(caps[own.peer])) for own in contributions]
+        self._counted[step] = {own.peer: own.samples for own in contributions}
+        for old in sorted(self._counted)[:-HISTORY_LENGTH]:
+            del self._counted[old]
         rules = [metric for metric in metrics_schema.METRICS if metric.combine is not None]
-        values = {metric.name: _combine(metric, contributions) for metric in rules}
+        values = {metric.name: self._combine(metric, contributions) for metric in rules}
         samples, ended = sum(own.samples for own in contributions), values["time"] or self._now
         before, ended_before = self._last_ended
         if before < step:
@@ -294,18 +312,41 @@ class MetricsAggregator:
             metrics={name.replace("_", " "): value for name, value in values.items() if name not in NAMED_METRICS},
         )
 
+    def _combine(self, metric: Metric, peer_steps: Sequence[PeerStep]) -> float | None:
+        """Combine the peers' values of a metric, see `LocalMetrics` for the rules; None if no peer has a value."""
+        known = [own for own in peer_steps if own.metrics[metric.name] is not None]
+        if metric.combine == "mean":  # weighted by samples, over peers whose value of `metric.per`, if any, is not 0
+            known = [own for own in known if own.samples > 0 and (metric.per is None or own.metrics[metric.per])]
+        if not known:
+            return None
+        stated = {own.peer: own.metrics[metric.name] for own in known}
+        if metric.combine == "median":
+            return statistics.median(stated.values())
+        if metric.combine == "sum":
+            total = math.fsum(self._cap(stated).values())
+            return round(total) if metric.is_whole else total
+        if metric.per is not None:
+            stated = {own.peer: stated[own.peer] / own.metrics[metric.per] for own in known}
+        near = find_near(self._known[metric.name], stated)
+        if metric.combine == "maximum":
+            return max(near.values())
+        mean = statistics.fmean(near.values(), [own.samples for own in known if own.peer in near])
+        return min(max(mean, min(near.values())), max(near.values()))  # rounding errors must not leave the range
 
-def _combine(metric: Metric, peer_steps: Sequence[PeerStep]) -> float | None:
-    """Combine the peers' values of a metric, see `LocalMetrics` for the rules; None if no peer has a value."""
-    known = [own for own in peer_steps if own.metrics[metric.name] is not None]
-    if metric.combine != "mean":
-        combine = {"maximum": max, "median": statistics.median, "sum": sum if metric.is_whole else math.fsum}
-        return combine[metric.combine](own.metrics[metric.name] for own in known) if known else None
-    # Weighted by samples, over peers whose value of `metric.per`, if any, is above zero
-    per = {own.peer: 1 if metric.per is None else own.metrics[metric.per] for own in known}
-    known = [own for own in known if own.samples > 0 and per[own.peer]]
-    if not known:
-        return None
-    values = [own.metrics[metric.name] / per[own.peer] for own in known]
-    mean = statistics.fmean(values, [own.samples for own in known])
-    return min(max(mean, min(values)), max(values))  # rounding errors must not leave the range
+
+def find_near(known: deque[float], stated: Mapping[Hashable, float]) -> dict[Hashable, float]:
+    """Return what peers state of a step, by peer, without values far from the median; add the rest to `known`.
+
+    With less than MIN_KNOWN values in all, or if most are far, nobody can tell which are false: all are returned.
+
+    :param known: values of the newest steps
+    """
+    values = [*known, *stated.values()]
+    median = statistics.median(values)
+    spread = statistics.median(abs(value - median) for value in values)
+    limit = max(FAR * spread, RELATIVELY_FAR * abs(median))
+    near = {peer: value for peer, value in stated.items() if abs(value - median) <= limit}
+    if len(values) < MIN_KNOWN or 2 * len(near) < len(stated):
+        near = dict(stated)
+    known.extend(near.values())
+    return near

@@ -7,6 +7,7 @@ from hivemind.utils import get_logger
 
 from cotrain.monitoring.aggregation import FRESH_SECONDS, TrackedPeer
 from cotrain.status.status import format_duration, plural
+from peerstep.neighbours import cap_weights
 
 logger = get_logger(__name__)
 
@@ -54,7 +55,8 @@ class ProgressLog:
             origin = f"; the run continues from the checkpoint of step #{checkpoint_step}"
             logger.info(f"Waiting for trainers{origin if checkpoint_step >= 0 else ''}")
             return
-        rate = sum(heartbeat.samples_per_second for heartbeat in heartbeats)
+        rates = dict(enumerate(heartbeat.samples_per_second for heartbeat in heartbeats))
+        rate = sum(cap_weights(rates, len(rates) - 1).values())
         if now - self._changed_at > FRESH_SECONDS:
             outlook = f"no new ones for {format_duration(now - self._changed_at)}"
         elif samples >= self.target_batch_size:

@@ -503,3 +503,101 @@ def test_honest_swarm_loses_no_step_and_no_contribution(seed, honest, has_liar, 
     reports = [report for report in reports if report.step in expected]
     assert steps_of(reports) == expected
     assert all({record.peer for record in report.contributions} >= set(peers) for report in reports)
+
+
+# One peer about itself
+
+HONEST = tuple(b"honest%d" % number for number in range(4))
+FALSE_LOSSES = (1e9, -1e9, 0.0, 30.0)
+
+
+def lie(aggregator, steps, liar, honest=HONEST, unlike=False):
+    """Return the reports and the samples by peer of a run; `liar(step)` returns the history that a liar publishes.
+
+    Of the honest ones, the first is late by a refresh if it is `unlike`, and the second has half of the samples.
+    """
+    samples, reports, sizes = {}, [], [1024, 512 if unlike else 1024, 1024, 1024]
+    names = ("step", "samples_per_second", "samples_accumulated", "loss", "mini_steps")
+    for step in range(1, steps + 1):
+        now = START + 30 * step
+        rows = {peer: range(1, step + 1 - (unlike and peer == honest[0])) for peer in honest}
+        history = {
+            peer: entries(*(metric(s, loss=10.0 + 0.1 * number, samples=sizes[number]) for s in rows[peer]))[-30:]
+            for number, peer in enumerate(honest)
+        }
+        history[b"liar"] = entries(*liar(step))[-30:]
+        found = {peer: dict(zip(names, part[-1], strict=True)) for peer, part in history.items() if part}
+        beats = {peer: heartbeat(now, step, contributed=int(peer != b"liar")) for peer in history}
+        new = aggregator.update(*snapshot(now, found, history, beats))
+        reports += new
+        for record in [*(record for report in new for record in report.contributions), *aggregator.late]:
+            samples[record.peer] = samples.get(record.peer, 0) + record.samples
+    return reports, samples
+
+
+def late(step):
+    """Report the first steps in time with a sample, each later one after the others, with as many as can be stated."""
+    last = step if step <= 3 else max(3, step - 3)
+    return [metric(s, loss=1e9, samples=1 if s <= 3 else 10**9) for s in range(1, last + 1)]
+
+
+def in_time(step):
+    return [metric(s, loss=1e9, samples=10**9) for s in range(1, step + 1)]
+
+
+def again(step):
+    """Report old steps again and again: each other time as if restarted, with another record of the step before."""
+    if step % 2:
+        return [metric(s, samples=10**9, loss=20.0) for s in range(1, step + 1)]
+    return [metric(s, samples=10**8 + step, loss=20.0) for s in range(1, step)]
+
+
+@pytest.mark.parametrize("unlike", [False, True])
+@pytest.mark.parametrize("liar", [late, in_time, again])
+def test_liar_has_no_more_samples_than_a_round_would_give_it(liar, unlike):
+    """Twice the median of the others, whatever it reports, and when."""
+    reports, samples = lie(make_aggregator(target_batch_size=4096, settle_time=10), 40, liar, unlike=unlike)
+    assert len(reports) > 30
+    most = max(samples[peer] for peer in HONEST)
+    assert most > 35 * 1024 and samples.get(b"liar", 0) <= 2 * 40 * 1024
+
+
+@pytest.mark.parametrize("invited", [False, True])
+def test_peer_counts_once_in_each_step(invited):
+    """Also in a run that believes the numbers of its peers."""
+    aggregator = make_aggregator(target_batch_size=4096, settle_time=10, believes_weights=invited)
+    _, samples = lie(aggregator, 30, again)
+    assert samples[b"liar"] <= 30 * (4096 if invited else 2048)
+
+
+@pytest.mark.parametrize("loss", FALSE_LOSSES)
+@pytest.mark.parametrize(("number", "unlike"), [(2, False), (3, False), (4, False), (4, True)])
+def test_false_loss_is_not_that_of_the_run(number, loss, unlike):
+    """20 steps. A liar beside two or three honest trainers is known by the steps before; beside four at once."""
+
+    def liar(step):
+        begins = 1 if number == 4 else 4
+        return [metric(s, loss=loss, samples=1024) for s in range(begins, step + 1)]
+
+    honest = HONEST[:number]
+    aggregator = make_aggregator(settle_time=10)
+    reports, _ = lie(aggregator, 20, liar, honest, unlike)
+    means = [5.0 + 0.05 * position for position in range(number)]
+    assert len(reports) >= 18
+    assert all(min(means) <= report.loss <= max(means) for report in reports)
+
+
+def test_loss_of_a_run_that_diverges_is_reported():
+    """All trainers jump: nobody is left out."""
+    aggregator, reports = make_aggregator(), []
+    for step in range(1, 11):
+        loss = 10.0 if step < 6 else 500.0
+        metrics = {peer: metric(step, loss=loss + number) for number, peer in enumerate(HONEST)}
+        reports += update(aggregator, START + 30 * step, metrics)
+    assert [round(report.loss) for report in reports] == [6] * 5 + [251] * 5
+
+
+def test_false_speed_and_false_numbers_of_batches_are_bounded():
+    metrics = {peer: metric(1) for peer in HONEST} | {b"liar": metric(1, speed=1e9, mini_steps=10**9)}
+    (report,) = update(make_aggregator(), START, metrics)
+    assert (report.performance, report.mini_steps) == (4 * 1.5 + 2 * 1.5, 4 * 2 + 2 * 2)
