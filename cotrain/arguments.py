@@ -369,8 +369,13 @@ class ModelArguments(Flags, group="Model and data"):
 
     @property
     def task_sha256(self) -> str | None:
-        """SHA-256 of the file of --task, by which the peers of a run find that they have the same one."""
-        return None if self.task is None else hashlib.sha256(Path(self.task).read_bytes()).hexdigest()
+        """SHA-256 of the file of --task, by which the peers of a run find that they have the same one.
+
+        It does not depend on the line ends, which an editor or Git for Windows may have changed.
+        """
+        if self.task is None:
+            return None
+        return hashlib.sha256(Path(self.task).read_bytes().replace(b"\r\n", b"\n")).hexdigest()
 
 
 def to_web_address(url: str) -> str:

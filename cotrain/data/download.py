@@ -7,6 +7,8 @@ or killed. The partial archive is kept under a hidden name beside the dataset un
 import contextlib
 import logging
 import math
+import os
+import ssl
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +18,7 @@ import requests
 import urllib3
 from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
-from urllib3.util import parse_url
+from urllib3.util import Retry, parse_url
 
 from cotrain.arguments import BASE_FOLDER, DatasetArguments, ModelArguments
 from cotrain.common.atomic_files import check_target, make_parent, new_file, new_folder
@@ -32,6 +34,7 @@ CONNECT_TIMEOUT, SILENCE_TIMEOUT = 10.0, 30.0  # seconds; the second between two
 MIN_SPEED, SPEED_WINDOW = 1000, 60.0  # bytes per second over this many seconds; a slower transfer is interrupted
 READ_BYTES = 2**20
 PAUSES = (0, 2, 4, 8, 16)  # seconds between attempts in a row without new bytes
+MAX_RETRY_AFTER = 900.0  # seconds that a server may ask for before the next attempt
 MAX_TRIES = 100  # in total, even if each attempt receives some bytes
 TEMPORARY_TROUBLE = {408, 425, 429, 500, 502, 503, 504}
 
@@ -41,7 +44,14 @@ RECEIPT = "archive.sha256"
 
 
 class TransientError(Exception):
-    """A transfer failed temporarily and may be retried. The message never contains the whole address."""
+    """A transfer failed temporarily and may be retried. The message never contains the whole address.
+
+    :param seconds: that the server asks to wait before the next attempt
+    """
+
+    def __init__(self, message: str, seconds: float = 0.0):
+        super().__init__(message)
+        self.seconds = seconds
 
 
 def fetch_data(args: ModelArguments, disable_tqdm: bool = False) -> None:
@@ -139,6 +149,15 @@ def public_address(url: str) -> str:
     return parse_url(url)._replace(auth=None, query=None, fragment=None).url
 
 
+def _seconds_to_wait(response: requests.Response) -> float:
+    """Return the seconds that a server asks to wait, at most MAX_RETRY_AFTER; 0 if it does not say."""
+    try:
+        seconds = Retry().parse_retry_after(response.headers.get("Retry-After", "0"))
+    except (urllib3.exceptions.InvalidHeader, OverflowError):
+        return 0.0
+    return min(MAX_RETRY_AFTER, max(0.0, seconds))
+
+
 class _Transfer:
     """Download of the archive at --dataset_url, or of a shard beside it, to a path.
 
@@ -157,6 +176,8 @@ class _Transfer:
         self.session = requests.Session()
         self.session.max_redirects = 10
         self.session.trust_env = not is_adopted  # a password in .netrc, or a proxy, which checks nothing
+        # requests reads these variables only if it trusts the whole environment.
+        self.session.verify = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE") or True
         for scheme in ("http://", "https://"):
             self.session.mount(scheme, GuardedAdapter(args.near if is_adopted else None))
 
@@ -200,8 +221,9 @@ class _Transfer:
                     failures, most = 0, size
                 if failures == len(PAUSES):
                     break
-                logger.warning(f"{self.address}: {error}; trying again in {PAUSES[failures]} s")
-                time.sleep(PAUSES[failures])
+                pause = max(PAUSES[failures], transient.seconds)
+                logger.warning(f"{self.address}: {error}; trying again in {pause:.0f} s")
+                time.sleep(pause)
                 failures += 1
                 continue
             digest = file_sha256(self.path)
@@ -212,11 +234,11 @@ class _Transfer:
             if mismatches == 2 or not is_resumed:
                 what = f"{self.address} has SHA-256 {digest} instead of {self.expected}"
                 raise UserError(f"--dataset_url: {what}; ask the organiser which is right")
-            logger.warning("The resumed download does not match the SHA-256")
+            logger.warning("The resumed download does not match the SHA-256; downloading it anew")
         raise TemporaryError(f"--dataset_url: {self.address} cannot be downloaded ({error}); try again later")
 
     def _receive(self, start: int) -> bool:
-        """Try once to receive the archive from byte `start` on; return whether a partial file was resumed.
+        """Try once to receive the archive from byte `start` on; return whether the rest of a file was requested.
 
         :raises TransientError: for network errors and temporary status codes
         :raises UserError: if the request is invalid, or for other status codes
@@ -227,19 +249,27 @@ class _Transfer:
         try:
             with self.session.get(self.url, headers=headers, stream=True, timeout=timeouts) as response:
                 status = response.status_code
-                if status in TEMPORARY_TROUBLE:
-                    raise TransientError(f"the server answers with status {status}")
+                # An address that a server has signed in a redirect may have expired; the next redirect has a new one.
+                if status in TEMPORARY_TROUBLE or (status == 403 and response.history):
+                    raise TransientError(f"the server answers with status {status}", _seconds_to_wait(response))
                 if status not in ({200, 206, 416} if start else {200}):
                     remedy = "check the address and that it is public"
                     raise UserError(f"--dataset_url: {self.address} answers with status {status}; {remedy}")
                 if status != 416:  # nothing is missing, or it is another file: the SHA-256 shows which
-                    start = start if status == 206 else 0
-                    self._write(response.raw, start)
+                    # Some servers send the rest with status 200, and say only in this field where it begins.
+                    is_rest = status == 206 or response.headers.get("Content-Range", "").startswith(f"bytes {start}-")
+                    self._write(response.raw, start if is_rest else 0)
                 return start > 0
         except (requests.ConnectionError, requests.Timeout, urllib3.exceptions.HTTPError) as error:
             cause = error
             while deeper := cause.__cause__ or cause.__context__:
                 cause = deeper
+            if isinstance(cause, ssl.SSLCertVerificationError):
+                what = f"the certificate of {self.address} is not trusted ({cause.verify_message})"
+                remedy = (
+                    "if a proxy of this network checks connections, set REQUESTS_CA_BUNDLE to its certificate's file"
+                )
+                raise UserError(f"--dataset_url: {what}; {remedy}") from None
             raise TransientError(getattr(cause, "strerror", None) or type(cause).__name__) from None
         except requests.RequestException as error:
             what = f"{self.address} cannot be requested ({type(error).__name__}); check the address"

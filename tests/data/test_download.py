@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import datetime
 import errno
 import gzip
 import io
@@ -12,6 +13,7 @@ import os
 import random
 import shutil
 import socket
+import ssl
 import struct
 import tarfile
 import threading
@@ -25,6 +27,9 @@ from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
 from urllib3 import connection
 
 from cotrain.arguments import DatasetArguments, ModelArguments
@@ -268,6 +273,20 @@ TO_ITSELF = partial(Answer.reply, status=302, Location="/data.tar.gz")
 REST = "bytes=100000-"
 
 
+def answer_200(answer: Answer, says_where: bool) -> None:
+    """Send the rest of the archive that is asked for, but with status 200, as some caches do."""
+    content = answer.server.content[100_000:]
+    size = len(answer.server.content)
+    where = {"Content_Range": f"bytes 100000-{size - 1}/{size}"} if says_where else {}
+    answer.reply(200, content, **where)
+
+
+def expire(answer: Answer) -> None:
+    """Redirect to an address that is refused, as one that was signed for a short time."""
+    answer.server.script.insert(0, partial(Answer.reply, status=403))
+    TO_ITSELF(answer)
+
+
 @pytest.mark.parametrize(
     ("script", "asked"),
     [
@@ -277,6 +296,9 @@ REST = "bytes=100000-"
         ([BREAK, partial(Answer.serve, offset_error=1)], [None, REST, None]),  # another part than that requested
         ([BREAK, partial(Answer.reply, status=416)], [None, REST, None]),
         ([BREAK, TO_ITSELF], [None, REST, REST]),
+        ([BREAK, partial(answer_200, says_where=True)], [None, REST]),
+        ([BREAK, partial(answer_200, says_where=False)], [None, REST, None]),
+        ([BREAK, expire], [None, REST, REST, REST]),
         ([Answer.serve_chunked], [None]),  # of unknown length
         ([partial(Answer.reply, status=429)] * 2, [None] * 3),
     ],
@@ -286,6 +308,47 @@ def test_transfers_that_succeed_in_the_end(args, host, folders, script, asked):
     fetch_data(args)
     assert_fetched(args, folders)
     assert host.asked == asked
+
+
+@pytest.mark.parametrize(
+    ("answer", "seconds"),
+    [("40", 40), ("7200", fetch.MAX_RETRY_AFTER), ("-5", 0), ("soon", 0), ("Wed, 21 Oct 2015 07:28:00 GMT", 0)],
+)
+def test_a_server_says_how_long_to_wait(args, host, folders, monkeypatch, answer, seconds):
+    waited = []
+    monkeypatch.setattr(fetch.time, "sleep", waited.append)
+    host.script = [partial(Answer.reply, status=429, Retry_After=answer)]
+    fetch_data(args)
+    assert_fetched(args, folders)
+    assert waited == [seconds]
+
+
+def test_a_certificate_that_is_not_trusted_is_named(args, host, tmp_path_factory, monkeypatch):
+    folder = tmp_path_factory.mktemp("certificate")
+    key = rsa.generate_private_key(65537, 2048)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "a proxy at school")])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), 1, now, now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), False)
+        .add_extension(x509.BasicConstraints(True, None), True)
+        .sign(key, hashes.SHA256())
+    )
+    file = folder / "certificate.pem"
+    plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    content = certificate.public_bytes(serialization.Encoding.PEM)
+    file.write_bytes(content + key.private_bytes(serialization.Encoding.PEM, *plain))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(file)
+    host.socket = context.wrap_socket(host.socket, server_side=True)
+    args.dataset_url = args.dataset_url.replace("http", "https")
+    message = fail(args, leftovers=set())
+    assert "certificate" in message and "REQUESTS_CA_BUNDLE" in message
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(file))
+    for adopted in (set(), {"dataset_url"}):
+        args.adopted, args.near = adopted, [ipaddress.ip_address("127.0.0.1")]
+        fetch_data(args)
+        shutil.rmtree(Path(args.dataset_path).parent)
 
 
 @pytest.mark.parametrize(
