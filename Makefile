@@ -55,9 +55,10 @@ lint: .venv/installed-dev  ## Check style, format, imports, and the types of the
 # torch's build and its CUDA packages depend on the GPU.
 CUDA = torch triton cuda-bindings cuda-pathfinder cuda-toolkit $(addprefix nvidia-,cublas cuda-cupti cuda-nvrtc \
 	cuda-runtime cudnn-cu13 cufft cufile curand cusolver cusparse cusparselt-cu13 nccl-cu13 nvjitlink nvshmem-cu13 nvtx)
-lock:  ## Write requirements.lock, the hashes of what requirements.txt needs (pip install uv)
+lock: .venv/installed-organiser  ## Write requirements.lock, the hashes of what requirements.txt needs (pip install uv)
+	.venv/bin/pip freeze --exclude torch > .venv/tested.txt  # other versions may not fit the organiser's packages
 	uv pip compile -q --universal --generate-hashes --no-annotate --no-header --python-version 3.11 \
-		$(addprefix --no-emit-package ,$(CUDA)) requirements.txt -o requirements.lock
+		--constraint .venv/tested.txt $(addprefix --no-emit-package ,$(CUDA)) requirements.txt -o requirements.lock
 
 clean:  ## Remove .venv, the demo's folder and caches
 	rm -rf .venv demo .pytest_cache .ruff_cache .hypothesis

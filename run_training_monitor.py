@@ -8,6 +8,7 @@ Run it on a machine that others can reach; it needs no GPU:
 It prints the --initial_peers with which trainers join, and tells them the settings of the run.
 """
 
+import logging
 import os
 import time
 from contextlib import ExitStack
@@ -28,6 +29,8 @@ from cotrain.common.errors import run_script
 from cotrain.common.flags import ArgumentsError, flag, parse_repo_id
 from cotrain.common.json_file import write_json
 from cotrain.common.signals import StopSignal
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -102,6 +105,8 @@ class RunArguments(
 
 
 ARGUMENTS = (TrainingMonitorArguments, RunArguments, BaseTrainingArguments)
+# Flags that ask for what a monitor cannot do without the tokenizer
+NEED_TOKENIZER = {"store_checkpoints", "tokenizer_path", "sample_text", "repo_id"}
 
 
 def main() -> None:
@@ -130,6 +135,12 @@ def main() -> None:
 
         arguments, config, is_organiser, is_alone = find_run_config(line, stop, is_monitor=True)
         args, run_args, peer_args = arguments
+        if run_args.lacks_tokenizer and line.stated.isdisjoint(NEED_TOKENIZER):
+            args.store_checkpoints = False
+            logger.warning(
+                f"Keeping no checkpoints: there is no tokenizer in '{run_args.tokenizer_path}'. To keep them, pass "
+                "--dataset_url, or copy that folder from the machine that ran tokenize_wikitext103.py"
+            )
         output_dir, run_id = Path(args.output_dir), peer_args.run_id
         stated = {**line.values, **({} if run_args.task is None else {"task_sha256": run_args.task_sha256})}
         stack.enter_context(open_tunnel(peer_args))

@@ -1,6 +1,18 @@
 """Train one model together over the internet: what a script of your own imports."""
 
 import importlib
+import importlib.util
+import sys
+from pathlib import Path
+
+_FOLDER = Path(__file__).parents[1]
+if Path(sys.argv[0]).resolve().parent == _FOLDER and importlib.util.find_spec("psutil") is None:
+    # A script of this folder, in a terminal without its environment: the imports would end with a traceback.
+    _install = "" if (_FOLDER / ".venv").exists() else "make install && "
+    sys.exit(
+        f"{Path(sys.argv[0]).name}: error: {sys.executable} lacks the packages in requirements.txt; "
+        f"run this first: cd {_FOLDER} && {_install}source .venv/bin/activate"
+    )
 
 # Imported at their first use: they take seconds, which scripts that only parse flags need not wait for.
 _MODULES = {"Task": "cotrain.task", "join_run": "cotrain.join"}

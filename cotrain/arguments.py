@@ -356,6 +356,11 @@ class ModelArguments(Flags, group="Model and data"):
             require(is_hex, "--dataset_sha256 must be 64 hexadecimal digits, as tokenize_wikitext103.py prints them")
 
     @property
+    def lacks_tokenizer(self) -> bool:
+        """Whether the tokenizer of a language model is neither on this machine nor in an archive to download."""
+        return self.task is None and self.dataset_url is None and not Path(self.tokenizer_path).is_dir()
+
+    @property
     def hub_options(self) -> dict[str, Any]:
         """Options of transformers for files on the Hub, with less trust in a repository that the run has chosen."""
         own: dict[str, Any] = {"cache_dir": self.cache_dir, "trust_remote_code": False}

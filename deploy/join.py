@@ -5,7 +5,6 @@
 
 import contextlib
 import math
-import resource
 import shlex
 import subprocess
 import sys
@@ -72,8 +71,6 @@ def run(
     :param monitor_flags: also run a monitor, with these flags
     :param draw: function without arguments, called twice a second
     """
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))  # the default of 1024 files is too low
     interrupted = False
     with open(log, "wb") as file, open(log, encoding="utf-8", errors="replace") as output:
         # preexec_fn is safe in a process with threads: the hook acquires none of their locks.

@@ -11,6 +11,7 @@ import logging
 import math
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import tempfile
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 STOP_REQUESTS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # to stop
 libc = ctypes.CDLL(None, use_errno=True)
+ENOUGH_FILES = 65_536  # open files of a process
 EXIT_TEMPORARY = 75  # EX_TEMPFAIL of sysexits.h: another start may help
 
 
@@ -86,6 +88,18 @@ def start_shared_memory_manager() -> None:
         torch.zeros(1).share_memory_()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def raise_file_limit() -> int:
+    """Raise the limit on open files of this process and its children to ENOUGH_FILES if it is lower. Return it.
+
+    Shells start with 1,024, which libp2p's daemon exceeds in a run of some hundred peers.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(ENOUGH_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def keep_memory_shared() -> None:

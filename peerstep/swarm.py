@@ -26,6 +26,7 @@ from peerstep.processes import (
     exit_after,
     guard_children,
     keep_memory_shared,
+    raise_file_limit,
     start_shared_memory_manager,
 )
 from peerstep.records import build_validators
@@ -66,6 +67,7 @@ class Swarm:
         **options,
     ):
         apply_patches()
+        raise_file_limit()
         guard_children()
         start_shared_memory_manager()
         keep_memory_shared()

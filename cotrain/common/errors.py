@@ -16,11 +16,12 @@ from peerstep.errors import SwarmError
 from peerstep.processes import EXIT_TEMPORARY as TEMPORARY
 
 # Modules that are in requirements-organiser.txt, but not in requirements.txt.
-ORGANISER_MODULES = {"boto3", "trackio", "wandb"}
+ORGANISER_MODULES = {"boto3", "trackio"}
 # Modules that only some flags need -> how to install them
 INSTALL = {
     **dict.fromkeys(ORGANISER_MODULES, "pip install -r requirements-organiser.txt"),
     "ngrok": "pip install ngrok==1.4.0",  # the version that was tested
+    "wandb": "pip install -r requirements.txt",
     "tensorboard": "pip install tensorboard",
 }
 
@@ -43,7 +44,11 @@ def require_packages(arguments: Iterable[object]) -> None:
     """Raise UserError if the package of a dashboard or a tunnel that a script's arguments name is not installed."""
     for args, flag in product(arguments, ("report_to", "tunnel")):
         if (name := getattr(args, flag, "none")) != "none" and find_spec(name) is None:
-            raise UserError(f"--{flag} {name}: {describe(ModuleNotFoundError(name=name))}")
+            # The flag that was passed, which implies the other one
+            implying = {"wandb": "wandb_project", "trackio": "space_id"}.get(name, "")
+            value = getattr(args, implying, None)
+            what = f"--{flag} {name}" if value is None else f"--{implying} {value}"
+            raise UserError(f"{what}: {describe(ModuleNotFoundError(name=name))}")
 
 
 def first_line(error: BaseException, limit: int | None = 200) -> str:

@@ -97,7 +97,7 @@ def _find_missing(args: ModelArguments) -> dict[str, Path]:
             digest = receipt.read_text(encoding="utf-8").strip()
             if digest != args.dataset_sha256:
                 what = f"the data in '{folder}' is from another archive ({digest})"
-                remedy = f"remove it and '{args.tokenizer_path}' to download this one, or pass other paths"
+                remedy = f"remove {_quote(folders.values())} to download this one, or pass other paths"
                 raise UserError(f"--dataset_sha256: {what}; {remedy}")
     return missing
 

@@ -48,7 +48,7 @@ _FILES = {
 def load_tokenizer(
     name: str,
     flag: str = "--tokenizer_path",
-    remedy: str = "run ./tokenize_wikitext103.py, or copy the folder from the machine that ran it",
+    remedy: str = "pass --dataset_url, run ./tokenize_wikitext103.py, or copy the folder from the machine that ran it",
     use_hub: bool = False,
     cache_dir: str | None = None,
 ) -> PreTrainedTokenizerBase:

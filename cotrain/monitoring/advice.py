@@ -3,6 +3,7 @@
 import math
 import statistics
 import time
+from collections import deque
 from collections.abc import Collection, Mapping
 
 from cotrain.status.status import format_duration
@@ -10,6 +11,7 @@ from peerstep.progress_record import MAX_ROUNDS
 
 BUSY = 0.9  # fraction of the time for which rounds run; steps then wait for them
 ADVICE_SECONDS = 1800.0  # seconds between two lines
+PACE_STEPS = 64  # over which the pace of a run is measured
 MIN_INTERVAL = 64  # of parameters in sparse rounds: at 8 peers they then have a third of the bytes
 
 
@@ -50,7 +52,8 @@ class Adviser:
 
     def __init__(self, args):
         self._flags, self._advised_at = find_flags(args), -math.inf
-        self._total_steps, self._pace = args.total_steps, (time.monotonic(), 10**9)
+        self._total_steps = args.total_steps
+        self._times: deque[tuple[int, float]] = deque(maxlen=PACE_STEPS)  # of the newest steps, and when they ended
 
     def advise(self, averaging: float | None) -> str | None:
         """Return advice, at most once in ADVICE_SECONDS, from the fraction of the time for which rounds run."""
@@ -63,10 +66,16 @@ class Adviser:
             f"rarer with {self._flags}. See docs/tuning.md; all peers need the same settings"
         )
 
-    def estimate_end(self, step: int) -> str:
-        """Return when the schedule ends at the pace since the last call; empty if that is not known, or it has."""
-        (before, first), self._pace = self._pace, (time.monotonic(), step)
-        if not first < step < self._total_steps:
+    def record_step(self, step: int, ended_at: float) -> None:
+        """Record when a step ended. After a rollback the pace is measured anew."""
+        if self._times and step <= self._times[-1][0]:
+            self._times.clear()
+        self._times.append((step, ended_at))
+
+    def estimate_end(self) -> str:
+        """Return when the schedule ends at the pace of the newest steps; empty if that is not known, or it has."""
+        if len(self._times) < 2 or self._times[-1][0] >= self._total_steps:
             return ""
-        seconds = (time.monotonic() - before) / (step - first) * (self._total_steps - step)
+        (first, begun_at), (step, ended_at) = self._times[0], self._times[-1]
+        seconds = max(0.0, ended_at - begun_at) / (step - first) * (self._total_steps - step)
         return f"; step #{self._total_steps:,}, the last of the schedule, in about {format_duration(seconds)}"

@@ -208,6 +208,7 @@ class TrainingMonitor:
                 )
                 self._leaders_shown_at = min(self._leaders_shown_at, report.step)
             self._newest_step = report.step
+            self.adviser.record_step(report.step, report.time)
             loss = "unknown" if report.loss is None else f"{report.loss:.5f}"
             logger.info(
                 f"Step #{report.step}\tloss = {loss}\talive peers = {report.alive_peers}\t"
@@ -230,6 +231,6 @@ class TrainingMonitor:
             return
         self._leaders_shown_at = step
         samples = sum(leader.samples for leader in leaders)
-        logger.info(f"{samples:,} samples in all{self.adviser.estimate_end(step)}")
+        logger.info(f"{samples:,} samples in all{self.adviser.estimate_end()}")
         logger.info(format_leaderboard(self.contributors))
         self.reporter.report_table("contributors", TABLE_COLUMNS, build_table(self.contributors), step)

@@ -163,8 +163,9 @@ class OfflineCapableWandbTracker(WandBTracker):
             self.page = self.run.url
             logger.info(f"Curves: {self.page}")
         elif mode != "disabled":
-            folder = shlex.quote(str(Path(self.run.dir).parent))
-            logger.info(f"wandb records offline ({reason}). To upload: wandb login, then wandb sync {folder}")
+            # Each start records into another folder. wandb uploads those of one ID in their order, as one run.
+            folders = f"{shlex.quote(str(Path(self.run.dir).parents[1]))}/offline-run-*-{self.run.id}"
+            logger.info(f"wandb records offline ({reason}). To upload: wandb login, then wandb sync {folders}")
 
     def log(self, values: dict, step: int | None = None, **kwargs) -> None:
         # wandb drops values whose `step=` is below the last one, as for evaluations and after a rollback.

@@ -41,6 +41,7 @@ from cotrain.tasks.task_loading import load_task
 from cotrain.training.builders import open_observer
 from cotrain.training.hf_trainer import autocast_dtype
 from cotrain.training.workload import Workload, load_workload
+from peerstep.processes import raise_file_limit
 from peerstep.progress_record import read_progress
 from peerstep.records import get_records
 from peerstep.redial import find_tcp_endpoint
@@ -48,6 +49,7 @@ from peerstep.swarm import Swarm
 
 REQUIREMENTS = Path(__file__).parents[2] / "requirements.txt"
 MUST_BE_EQUAL = "hivemind"  # peers of other versions may not understand each other; torch may fit the driver
+OPTIONAL = {"wandb"}  # a trainer runs without
 MIN_OPEN_FILES = 4096
 DIAL_TIMEOUT = 5.0
 DEVICE_SECONDS = 5.0  # for which micro-batches are computed
@@ -99,7 +101,7 @@ def check_all(command_line: CommandLine, stop: StopSignal) -> Iterator[Finding]:
     args = TrainerArguments(*command_line.arguments)
     initial_peers = args.collaboration.initial_peers
     yield check_versions(REQUIREMENTS.read_text(encoding="utf-8"))
-    yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    yield check_open_files(raise_file_limit())
     yield attempt("folders", partial(check_folders, Path(args.training.output_dir)))
     yield from map(check_address, filter(find_tcp_endpoint, initial_peers))
     try:
@@ -162,7 +164,8 @@ def check_versions(requirements: str) -> Finding:
     for name in pinned:
         with suppress(PackageNotFoundError):
             found[name] = version(name).partition("+")[0]
-    wrong = [name for name in pinned if found[name] != pinned[name]]
+    left_out = {name for name in OPTIONAL if found.get(name) is None}
+    wrong = [name for name in pinned if found[name] != pinned[name] and name not in left_out]
     text = ", ".join(f"{name} {found[name]} instead of {pinned[name]}" for name in wrong)
     is_fault = any(name == MUST_BE_EQUAL or found[name] is None for name in wrong)
     advice = "Run pip install -r requirements.txt" if is_fault else ""
@@ -171,7 +174,8 @@ def check_versions(requirements: str) -> Finding:
 
 def check_open_files(limit: int) -> Finding:
     is_enough = limit >= MIN_OPEN_FILES or limit == resource.RLIM_INFINITY
-    return Finding("open files", f"at most {limit}", "" if is_enough else f"Run ulimit -n {MIN_OPEN_FILES} first")
+    advice = f"Raise the hard limit to {MIN_OPEN_FILES}: as root with ulimit -Hn, or in the container's options"
+    return Finding("open files", f"at most {limit}", "" if is_enough else advice)
 
 
 def check_folders(output_dir: Path) -> str:

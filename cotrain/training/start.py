@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cotrain.arguments import TRAINER_ARGUMENTS, TrainerArguments
-from cotrain.common.errors import require_packages
+from cotrain.common.errors import UserError, require_packages
 from cotrain.common.signals import StopSignal
 from cotrain.status.status import recorded_start, show_status
 
@@ -25,6 +25,12 @@ def start_trainer(train: Callable[[TrainerArguments, StopSignal], None], descrip
 
             sys.exit(check_trainer(command_line, stop))
         require_packages(command_line.arguments)  # before a file is written
+        is_alone = not args.collaboration.initial_peers
+        if is_alone and args.dataset.lacks_tokenizer and "tokenizer_path" not in command_line.stated:
+            raise UserError(
+                "--initial_peers is missing: pass the address that the monitor or a trainer of the run prints. To "
+                "begin a run, prepare its data first with ./tokenize_wikitext103.py, or pass --dataset_url"
+            )
         with recorded_start(Path(args.training.output_dir)):
             from cotrain.peer.run_config import adopt_run_config
             from cotrain.peer.tunnel import open_tunnel

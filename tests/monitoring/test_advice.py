@@ -66,6 +66,20 @@ def test_advice_depends_on_the_settings(settings, advice):
     assert adviser.advise(1.0)
 
 
+def test_end_is_estimated_from_the_times_of_the_steps():
+    adviser = Adviser(make_settings(total_steps=500, warmup_steps=5))
+    assert adviser.estimate_end() == ""
+    for step in (13, 14):  # one read of the reports may bring two steps
+        adviser.record_step(step, 10.0 * step)
+    assert adviser.estimate_end() == "; step #500, the last of the schedule, in about 81 min"
+    adviser.record_step(5, 200.0)
+    assert adviser.estimate_end() == "", "after a rollback"
+    adviser.record_step(7, 180.0)  # of a clock that was set back
+    assert adviser.estimate_end().endswith("in about 0 s")
+    adviser.record_step(500, 9000.0)
+    assert adviser.estimate_end() == ""
+
+
 def test_sparse_compression_needs_local_updates():
     with pytest.raises(ArgumentsError, match="--gradient_compression topk also needs --local_updates"):
         make_settings(gradient_compression="topk")

@@ -1,6 +1,7 @@
 """metrics.jsonl loses no step, and no dashboard delays or ends the monitor."""
 
 import errno
+import glob
 import json
 import logging
 import os
@@ -276,12 +277,14 @@ def test_wandb_without_login_records_offline(tmp_path):
     assert_nothing_left(output)
     (file,) = find_wandb_files(tmp_path)
     content = file.read_bytes()
-    assert str(file.parent) in output
+    pattern = re.search(r"wandb sync (\S+)", output)[1]
+    assert glob.glob(pattern) == [str(file.parent)]
     assert len(list(file.parent.glob("files/media/table/people*.table.json"))) == 1
     assert content.count(b"alive peers") >= 5 and content.count(b"validation loss") >= 1 and b"my run" in content
 
     run_program(tmp_path, "wandb", 5, 6)
     first, second = find_wandb_files(tmp_path)  # the same run continues
+    assert sorted(glob.glob(pattern)) == [str(first.parent), str(second.parent)]
     wandb_id = (tmp_path / "out" / "wandb_run_id").read_text(encoding="utf-8").strip()
     assert first.name == second.name == f"run-{wandb_id}.wandb"
 

@@ -25,6 +25,7 @@ UNKNOWN_PEERS = (
     "QmSoLPppuBtQSGwKDZT2M73ULpjvfd3aZ6ha4oFGL1KrGM",
 )
 
+LEFT_OUT = object()  # value of a flag that is not passed
 PEER = f"/ip4/127.0.0.1/tcp/9/p2p/{UNKNOWN_PEERS[0]}"
 
 
@@ -42,6 +43,7 @@ def run(monkeypatch, capsys, tmp_path, data):
         }  # fmt: skip
         if script is run_training_monitor:
             del flags["dataset_path"]  # it has none
+        flags = {name: value for name, value in flags.items() if value is not LEFT_OUT}
         words = [word for name, value in flags.items() for word in (f"--{name}", *([] if value is None else [value]))]
         monkeypatch.setattr(sys, "argv", [script.__name__ + ".py", *map(str, words)])
         with pytest.raises(SystemExit) as exit_info:
@@ -152,13 +154,13 @@ ORGANISER = "pip install -r requirements-organiser.txt"
 @pytest.mark.parametrize(
     ("script", "flags", "module", "remedy"),
     [
-        (run_training_monitor, {"wandb_project": "x"}, "wandb", ORGANISER),
-        (run_training_monitor, {"report_to": "wandb"}, "wandb", ORGANISER),
+        (run_training_monitor, {"wandb_project": "x"}, "wandb", "pip install -r requirements.txt"),
+        (run_training_monitor, {"report_to": "wandb"}, "wandb", "pip install -r requirements.txt"),
         (run_training_monitor, {"report_to": "trackio"}, "trackio", ORGANISER),
         (run_training_monitor, {"space_id": "me/curves"}, "trackio", ORGANISER),
         (run_training_monitor, {"report_to": "tensorboard"}, "tensorboard", "pip install tensorboard"),
         (run_training_monitor, {"tunnel": "ngrok"}, "ngrok", "pip install ngrok=="),
-        (run_evaluator, {"wandb_project": "x", "initial_peers": PEER}, "wandb", ORGANISER),
+        (run_evaluator, {"wandb_project": "x", "initial_peers": PEER}, "wandb", "pip install -r requirements.txt"),
         (run_trainer, {"tunnel": "ngrok"}, "ngrok", "pip install ngrok=="),
         (run_trainer, {"tunnel": "ngrok", "initial_peers": PEER}, "ngrok", "pip install ngrok=="),
         (run_custom_trainer, {"tunnel": "ngrok"}, "ngrok", "pip install ngrok=="),
@@ -168,8 +170,15 @@ def test_package_that_a_flag_needs_is_named_before_anything_else(run, tmp_path, 
                                                                  remedy):  # fmt: skip
     monkeypatch.setitem(sys.modules, module, None)
     message = run(script, tokenizer_path="nowhere", dataset_path="nowhere", model_name_or_path="nowhere", **flags)
-    assert f" {module}: {module} is not installed: {remedy}" in message
+    (flag, value), *_ = flags.items()
+    assert f"--{flag} {value}: {module} is not installed: {remedy}" in message
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("script", [run_trainer, run_custom_trainer])
+def test_trainer_without_an_address_and_data_is_told_what_it_lacks(run, script):
+    message = run(script, tokenizer_path=LEFT_OUT, dataset_path=LEFT_OUT)
+    assert "--initial_peers is missing" in message and "./tokenize_wikitext103.py" in message
 
 
 @pytest.mark.parametrize("missing", ["--tunnel ngrok: ngrok is not installed: pip install ngrok==", "the authtoken"])

@@ -25,6 +25,8 @@ from cotrain.training.check import (
     check_versions,
     measure_device,
 )
+from peerstep import processes
+from peerstep.processes import ENOUGH_FILES, raise_file_limit
 from tests.support.dht_records import heartbeat
 
 PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
@@ -96,7 +98,21 @@ def test_signal_ends_a_micro_batch_at_each_operation():
 
 def test_open_files():
     assert not check_open_files(MIN_OPEN_FILES).advice and not check_open_files(-1).advice
-    assert "ulimit -n 4096" in check_open_files(1024).advice
+    assert "hard limit to 4096" in check_open_files(1024).advice
+
+
+@pytest.mark.parametrize(
+    ("limits", "raised"),
+    [((1024, 1_000_000), (ENOUGH_FILES, 1_000_000)), ((1024, 4096), (4096, 4096)), ((1024, -1), (ENOUGH_FILES, -1))],
+)
+def test_scripts_raise_their_limit_on_open_files(monkeypatch, limits, raised):
+    found = [limits]
+    monkeypatch.setattr(processes.resource, "getrlimit", lambda _: found[-1])
+    monkeypatch.setattr(processes.resource, "setrlimit", lambda _, new: found.append(new))
+    assert raise_file_limit() == raised[0] and found[1:] == [raised]
+    assert raise_file_limit() == raised[0] and found[1:] == [raised], "once is enough"
+    found.append((-1, -1))
+    assert raise_file_limit() == -1
 
 
 def test_memory(monkeypatch):
