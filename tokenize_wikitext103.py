@@ -148,6 +148,7 @@ def main() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if args.num_proc == 1 else "false"  # threads or processes, not both
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: an exception, which removes temporary files
     from cotrain.data.archive import DATASET, TOKENIZER, write_archive
+    from cotrain.data.archive_folders import write_receipt
     from cotrain.data.preparation import summarize
 
     started = time.perf_counter()
@@ -159,7 +160,10 @@ def main() -> None:
         # With these names trainers find the folders if the archive is unpacked in the project's folder.
         folders = {DATASET: Path(args.output_path), TOKENIZER: Path(args.tokenizer_path)}
         folders |= {} if args.base is None else {BASE_FOLDER: Path(args.base)}
-        print(f"Archive {args.archive}, SHA-256 {write_archive(Path(args.archive), folders)}")
+        digest = write_archive(Path(args.archive), folders)
+        for name in (DATASET, TOKENIZER):
+            write_receipt(folders[name], digest)
+        print(f"Archive {args.archive}, SHA-256 {digest}")
         if Path(args.archive).stat().st_size > LARGE:
             print("Volunteers download all of it before they begin; --shard_size 256MB lets them begin with a part")
     print(f"Done in {time.perf_counter() - started:.0f} s")

@@ -18,13 +18,23 @@ import requests
 import urllib3
 from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
-from urllib3.util import Retry, parse_url
+from urllib3.util import Retry
 
-from cotrain.arguments import BASE_FOLDER, DatasetArguments, ModelArguments
+from cotrain.arguments import DatasetArguments, ModelArguments
 from cotrain.common.atomic_files import check_target, make_parent, new_file, new_folder
 from cotrain.common.errors import TemporaryError, UserError, first_line
 from cotrain.common.hosts import MAX_DOWNLOAD_BYTES, GuardedAdapter
 from cotrain.data.archive import DATASET, TOKENIZER, ArchiveError, check_space, file_sha256, unpack_archive
+from cotrain.data.archive_folders import (
+    MARKS,
+    RECEIPT,
+    claim_folders,
+    find_folders,
+    find_foreign_archive,
+    keep_in_use,
+    public_address,
+    write_receipt,
+)
 from cotrain.data.loading import check_dataset, check_samples, open_samples
 from cotrain.data.manifest import Manifest, Shard
 
@@ -37,10 +47,6 @@ PAUSES = (0, 2, 4, 8, 16)  # seconds between attempts in a row without new bytes
 MAX_RETRY_AFTER = 900.0  # seconds that a server may ask for before the next attempt
 MAX_TRIES = 100  # in total, even if each attempt receives some bytes
 TEMPORARY_TROUBLE = {408, 425, 429, 500, 502, 503, 504}
-
-# The file that marks a folder as complete, and the file with the SHA-256 of the archive that a dataset is from.
-_MARKS = {DATASET: "manifest.json", TOKENIZER: "tokenizer_config.json", BASE_FOLDER: "config.json"}
-RECEIPT = "archive.sha256"
 
 
 class TransientError(Exception):
@@ -57,48 +63,54 @@ class TransientError(Exception):
 def fetch_data(args: ModelArguments, disable_tqdm: bool = False) -> None:
     """Download dataset, tokenizer and BASE_FOLDER from --dataset_url unless they exist. Folders are not changed.
 
+    Folders of another archive are moved aside, see archive_folders.py.
+
     :param args: without a path for the dataset, which a monitor does not need, only the tokenizer is unpacked
     :raises UserError: if they are not available
     """
-    if args.dataset_url is None or not _find_missing(args):
+    if args.dataset_url is None:
         return
-    folder = Path(args.dataset_path or args.tokenizer_path).resolve()
-    make_parent(folder)
+    places = find_folders(args)
+    folder = next(iter(places.values()))[1].resolve()
+    if _find_missing(args) or any(find_foreign_archive(path, args) for _, path in places.values()):
+        make_parent(folder)
+        try:
+            _fetch_alone(args, folder, disable_tqdm)
+        except OSError as error:
+            error.filename = error.filename or str(folder.parent)  # a failed write does not say where
+            raise
+    if DATASET in places:
+        keep_in_use(places[DATASET][1])
+    elif not (places[TOKENIZER][1] / RECEIPT).is_file():  # a trainer compares the tokenizer with the dataset
+        what = f"'{places[TOKENIZER][1]}' does not say from which archive it is"
+        logger.warning(f"{what}: if it is not that of --dataset_url, stop and remove it")
+
+
+def _fetch_alone(args: ModelArguments, folder: Path, disable_tqdm: bool) -> None:
+    """Download what is missing, while no other process does. `folder`: that of the lock and of the partial archive."""
     lock = FileLock(folder.with_name(f".{folder.name}.lock"))  # ends with its process
     try:
-        try:
-            acquired = lock.acquire(timeout=0)
-        except Timeout:
-            logger.info("Another process is downloading the data; waiting for it")
-            acquired = lock.acquire(poll_interval=0.5)
-        with acquired:
-            if missing := _find_missing(args):
-                _fetch(args, missing, folder.with_name(f".{folder.name}.download"), disable_tqdm)
-            Path(lock.lock_file).unlink(missing_ok=True)  # later processes find the data
-    except OSError as error:
-        error.filename = error.filename or str(folder.parent)  # a failed write does not say where
-        raise
+        acquired = lock.acquire(timeout=0)
+    except Timeout:
+        logger.info("Another process is downloading the data; waiting for it")
+        acquired = lock.acquire(poll_interval=0.5)
+    with acquired:
+        claim_folders(args)
+        if missing := _find_missing(args):
+            _fetch(args, missing, folder.with_name(f".{folder.name}.download"), disable_tqdm)
+        Path(lock.lock_file).unlink(missing_ok=True)  # later processes find the data
 
 
 def _find_missing(args: ModelArguments) -> dict[str, Path]:
     """Return the folders to unpack: name in the archive -> folder, the dataset first.
 
-    :raises UserError: if a path is occupied by something else, or the existing data is from another archive
+    :raises UserError: if a path is occupied by something else
     """
     missing = {}
-    for name, flag in ((DATASET, "dataset_path"), (TOKENIZER, "tokenizer_path"), (BASE_FOLDER, "model_name_or_path")):
-        if getattr(args, flag) is None or (name == BASE_FOLDER != args.model_name_or_path):
-            continue
-        folder, mark = Path(getattr(args, flag)), _MARKS[name]
-        if not (folder / mark).is_file():
-            check_target(folder, f"--{flag}", replaceable=(mark,))
+    for name, (flag, folder) in find_folders(args).items():
+        if not (folder / MARKS[name]).is_file():
+            check_target(folder, f"--{flag}", replaceable=(MARKS[name],))
             missing[name] = folder
-        elif args.dataset_sha256 is not None and (receipt := folder / RECEIPT).is_file():
-            digest = receipt.read_text(encoding="utf-8").strip()
-            if digest != args.dataset_sha256:
-                what = f"the data in '{folder}' is from another archive ({digest})"
-                remedy = f"remove {_quote(folders.values())} to download this one, or pass other paths"
-                raise UserError(f"--dataset_sha256: {what}; {remedy}")
     return missing
 
 
@@ -107,20 +119,20 @@ def _fetch(args: ModelArguments, missing: dict[str, Path], path: Path, disable_t
 
     def check() -> None:
         for name, folder in folders.items():
-            if not (folder / _MARKS[name]).is_file():
-                raise ArchiveError(f"it lacks {name}/{_MARKS[name]}")
+            if not (folder / MARKS[name]).is_file():
+                raise ArchiveError(f"it lacks {name}/{MARKS[name]}")
         if DATASET in folders:
             check_dataset(folders[DATASET])
 
     with contextlib.ExitStack() as stack:
         # The first folder entered is completed last: a complete dataset always has its tokenizer.
         folders = {
-            name: stack.enter_context(new_folder(folder, "--dataset_url", replaceable=(_MARKS[name],)))
+            name: stack.enter_context(new_folder(folder, "--dataset_url", replaceable=(MARKS[name],)))
             for name, folder in missing.items()
         }
         digest = _Transfer(args, path, disable_tqdm=disable_tqdm).fetch(folders, check)
-        if DATASET in folders:
-            (folders[DATASET] / RECEIPT).write_text(f"{digest}\n", encoding="utf-8")
+        for folder in folders.values():
+            write_receipt(folder, digest, public_address(args.dataset_url))
     logger.info(f"The data is in {' and '.join(map(str, missing.values()))}")
 
 
@@ -142,11 +154,6 @@ def fetch_shard(args: DatasetArguments, shard: Shard, manifest: Manifest) -> Non
 
         transfer.fetch({DATASET: temporary.parent}, check)
         file.replace(temporary)
-
-
-def public_address(url: str) -> str:
-    """Return an address without query, user name and password, which may be credentials."""
-    return parse_url(url)._replace(auth=None, query=None, fragment=None).url
 
 
 def _seconds_to_wait(response: requests.Response) -> float:

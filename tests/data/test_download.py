@@ -35,9 +35,10 @@ from urllib3 import connection
 from cotrain.arguments import DatasetArguments, ModelArguments
 from cotrain.common.errors import UserError, describe
 from cotrain.common.hosts import GuardedAdapter, GuardedConnection
-from cotrain.data import archive
+from cotrain.data import archive, archive_folders
 from cotrain.data import download as fetch
 from cotrain.data.archive import DATASET, TOKENIZER, file_sha256, write_archive
+from cotrain.data.archive_folders import RECEIPT
 from cotrain.data.download import fetch_data
 from cotrain.data.loading import load_split
 from cotrain.data.manifest import Manifest
@@ -220,9 +221,10 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def assert_fetched(args: DatasetArguments, folders: dict[str, Path]) -> None:
     found = contents(Path(args.dataset_path))
-    assert len(found.pop(fetch.RECEIPT)) == 65
+    receipt = found.pop(RECEIPT)
+    assert len(receipt.split()[0]) == 64
     assert found == contents(folders[DATASET])
-    assert contents(Path(args.tokenizer_path)) == contents(folders[TOKENIZER])
+    assert contents(Path(args.tokenizer_path)) == {**contents(folders[TOKENIZER]), RECEIPT: receipt}
     assert sorted(os.listdir(Path(args.dataset_path).parent)) == ["dataset", "tokenizer"]
 
 
@@ -249,7 +251,9 @@ def test_a_monitor_downloads_the_tokenizer_alone(tmp_path, host, folders):
     )
     for _ in range(2):
         fetch_data(args)
-    assert os.listdir(tmp_path) == ["tokenizer"] and contents(tmp_path / "tokenizer") == contents(folders[TOKENIZER])
+    found = contents(tmp_path / "tokenizer")
+    assert found.pop(RECEIPT).decode().split() == [args.dataset_sha256, host.url]
+    assert os.listdir(tmp_path) == ["tokenizer"] and found == contents(folders[TOKENIZER])
     assert host.requests == ["/data.tar.gz"]
 
 
@@ -262,9 +266,60 @@ def test_existing_data_is_not_downloaded(args, host, folders):
     assert_fetched(args, folders)
     fetch_data(args)
     assert host.requests == ["/data.tar.gz"]
-    args.dataset_sha256 = "0" * 64
+
+
+@pytest.fixture
+def other_host(tmp_path_factory, folders) -> Iterator[Host]:
+    """A host of another run's archive, which has another tokenizer."""
+    folder = tmp_path_factory.mktemp("other")
+    tokenizer = Path(shutil.copytree(folders[TOKENIZER], folder / "tokenizer"))
+    (tokenizer / "other.txt").write_text("of another run", encoding="utf-8")
+    write_archive(folder / "data.tar.gz", {**folders, TOKENIZER: tokenizer})
+    with Host(folder) as host:
+        yield host
+
+
+def is_of_the_other_run(args) -> bool:
+    return (Path(args.tokenizer_path) / "other.txt").exists()
+
+
+@pytest.mark.parametrize("has_digest", [True, False])
+@pytest.mark.parametrize("is_monitor", [True, False])
+def test_data_of_another_run_is_moved_aside_and_back(args, host, other_host, caplog, has_digest, is_monitor):
+    if is_monitor:
+        args = ModelArguments(tokenizer_path=args.tokenizer_path)
+    for round_of, (current, is_other) in enumerate(
+        [(host, False), (other_host, True), (host, False), (other_host, True)]
+    ):
+        args.dataset_url = current.url
+        args.dataset_sha256 = file_sha256(current.archive) if has_digest else None
+        caplog.clear()
+        fetch_data(args)
+        archive_folders._in_use.clear()  # as in a new process
+        assert is_of_the_other_run(args) == is_other
+        assert ("was from another archive" in caplog.text) == (round_of > 0)
+    assert host.requests == other_host.requests == ["/data.tar.gz"], "each is downloaded once"
+
+
+def test_data_that_a_trainer_reads_is_not_moved(args, host, other_host):
+    fetch_data(args)
+    args.dataset_url, args.dataset_sha256 = other_host.url, file_sha256(other_host.archive)
     message = fail(args, leftovers={"dataset", "tokenizer"})
-    assert "--dataset_sha256" in message and file_sha256(host.archive) in message and args.dataset_path in message
+    assert "--dataset_path" in message and "stop it" in message and other_host.requests == []
+    archive_folders._in_use.popitem()[1].close()  # the trainer ends
+    fetch_data(args)
+    assert is_of_the_other_run(args)
+
+
+def test_data_without_a_receipt_is_left_as_it_is(args, host, folders, caplog):
+    """It was prepared on this machine, or by hand."""
+    for name in folders:
+        shutil.copytree(folders[name], Path(args.dataset_path).with_name(name.rsplit("/")[-1]), dirs_exist_ok=True)
+    args.dataset_path = str(Path(args.dataset_path).with_name(DATASET.rsplit("/")[-1]))
+    fetch_data(args)
+    assert host.requests == [] and not caplog.text
+    fetch_data(ModelArguments(dataset_url=host.url, tokenizer_path=args.tokenizer_path))
+    assert host.requests == [] and "does not say from which archive" in caplog.text
 
 
 BREAK = partial(Answer.serve, num_bytes=100_000)
