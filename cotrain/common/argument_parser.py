@@ -3,6 +3,7 @@
 Scripts import it in `main`: transformers takes a second, in which Ctrl-C already ends them with one line.
 """
 
+import argparse
 import difflib
 import itertools
 import re
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+import transformers
 import yaml
 from transformers.hf_argparser import HfArgumentParser
 
@@ -42,6 +44,15 @@ _IGNORED_NAMES = {
     "--logging_dir": "the monitor draws the training curves, see its --report_to",
     "--fp16_opt_level": "mixed precision is torch's, see --fp16 and --bf16",
     "--do_train": "a trainer always trains",
+    **dict.fromkeys(
+        ("--do_eval", "--eval_strategy", "--evaluation_strategy", "--eval_steps", "--per_device_eval_batch_size"),
+        "run_evaluator.py evaluates the model of the run",
+    ),
+    **dict.fromkeys(("--report_to", "--run_name"), "the monitor draws the training curves, see its --report_to"),
+    **dict.fromkeys(
+        ("--dataloader_pin_memory", "--remove_unused_columns", "--save_strategy", "--logging_strategy"),
+        "the trainer chooses it by itself",
+    ),
     **dict.fromkeys(("--bandwidth", "--batch_size_lead"), "only trainers take part in rounds"),
     "--client_mode": "a monitor or evaluator works behind a firewall without it; for others to join through a monitor "
     "there, pass --tunnel ngrok or --announce_tunnel HOST:PORT",
@@ -133,18 +144,29 @@ class CommandLine:
         return {name: getattr(args, name) for args in self.arguments for name in self.stated if hasattr(args, name)}
 
 
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows the defaults of flags, and the commands of a docstring as they stand there."""
+
+
 class ArgumentParser(HfArgumentParser):
     """transformers' dataclass parser, with translated old flags and one-line usage errors."""
 
     def __init__(self, dataclass_types: Sequence[type], description: str, positional: Mapping[str, str] | None = None):
         """Make a parser that returns one instance of each dataclass.
 
-        :param description: the script's docstring, whose first line --help shows
+        :param description: the script's docstring, which --help shows
         :param positional: name -> help text of the arguments without a flag. They are returned last, as a namespace
         """
-        super().__init__(dataclass_types, description=description.strip().splitlines()[0], allow_abbrev=False)
+        names = positional or {}
+        super().__init__(
+            dataclass_types,
+            usage=" ".join(["%(prog)s", *names, "[--FLAG VALUE ...]"]),  # argparse would list some hundred flags
+            description=description.strip(),
+            formatter_class=HelpFormatter,
+            allow_abbrev=False,
+        )
         self.source = ""  # of the values that an error message is about
-        for name, text in (positional or {}).items():
+        for name, text in names.items():
             self.add_argument(name, help=text)
 
     @staticmethod
@@ -162,6 +184,13 @@ class ArgumentParser(HfArgumentParser):
         line = " ".join(f"{self.source}{message:.500}".split())
         print(f"{Path(sys.argv[0]).name}: error: {line} (see --help)", file=sys.stderr)
         sys.exit(2)
+
+    def _explain_unknown(self, name: str) -> str:
+        """Return what is wrong with a flag that the script does not have."""
+        if name.removeprefix("--") in transformers.TrainingArguments.__dataclass_fields__:
+            return f"{name} is a flag of transformers' Trainer that has no counterpart here: leave it out"
+        similar = difflib.get_close_matches(name, self.known_flags, n=1)
+        return f"unknown argument '{name}'" + (f", did you mean {similar[0]}?" if similar else "")
 
     def to_words(self, settings: Iterable[tuple[str, object]]) -> list[str]:
         """Return flags and their values as words of a command line.
@@ -200,8 +229,7 @@ class ArgumentParser(HfArgumentParser):
         except ArgumentsError as error:
             self.error(str(error))
         if unknown:
-            similar = difflib.get_close_matches(unknown[0].split("=")[0], self.known_flags, n=1)
-            self.error(f"unknown argument '{unknown[0]}'" + (f", did you mean {similar[0]}?" if similar else ""))
+            self.error(self._explain_unknown(unknown[0].split("=")[0]))
         for warning in warnings:
             print(f"warning: {warning}", file=sys.stderr)
         stated = {action.dest for action in self._actions if not set(words).isdisjoint(action.option_strings)}

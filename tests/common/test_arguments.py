@@ -1,5 +1,6 @@
 """Command lines: older examples, invalid ones, and --help."""
 
+import contextlib
 import math
 import subprocess
 import sys
@@ -104,6 +105,23 @@ def test_each_old_flag_is_named_in_one_warning(capsys):
     assert second == "warning: --compression is now --gradient_compression"
     assert third == "warning: --listen_on is now --host_maddrs: /ip4/0.0.0.0/tcp/7 /ip6/::/tcp/7"
     assert last.startswith("warning: --logging_dir is ignored: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        ("--evaluation_strategy steps --eval_steps 10", "is ignored: run_evaluator.py evaluates"),
+        ("--report_to none --run_name x", "is ignored: the monitor draws"),
+        ("--dataloader_pin_memory True", "is ignored: the trainer chooses"),
+        ("--lr_scheduler_type cosine", "a flag of transformers' Trainer that has no counterpart here: leave it out"),
+        ("--push_to_hub", "a flag of transformers' Trainer"),
+        ("--max_steps 10", "pass --max_global_steps"),
+    ],
+)
+def test_flags_of_transformers_are_explained(words, answer, capsys):
+    with contextlib.nullcontext() if "ignored" in answer else pytest.raises(SystemExit):
+        parse("run_trainer.py", words)
+    assert answer in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("script", ["run_training_monitor.py", "run_evaluator.py"])
@@ -221,3 +239,5 @@ def test_help_imports_nothing_heavy():
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, encoding="utf-8")
     assert result.stdout.strip().endswith("[]"), result.stdout[-200:] + result.stderr
     assert result.stdout.count("usage:") == len(scripts)
+    for example in ("./run_trainer.py --initial_peers /ip4/", "./invite.py revoke --username alice"):
+        assert example in result.stdout
