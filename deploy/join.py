@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import itertools
 import math
 import shlex
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TextIO
 
 from cotrain.common.errors import UserError
+from cotrain.common.flags import check_peer, check_web_address
 from peerstep.processes import leave_with_parent
 
 # ALBERT-large with 512 tokens in mixed precision keeps 0.73 GiB of activations per sample, and needs another 0.2 GiB
@@ -47,7 +49,7 @@ def trainer_command(
     """Return the command line of a trainer, from the values of a form. Without a tunnel it is in client mode.
 
     :param initial_peers: None for the trainer that begins a run; `more_flags` then state the settings of the run
-    :raises UserError: if `initial_peers` has no address
+    :raises UserError: if `initial_peers` has no valid address, or the first trainer has no data
     """
     command = [sys.executable, "run_trainer.py", "--disable_tqdm", "--per_device_train_batch_size", str(batch_size)]
     command += ["--client_mode"] if tunnel == "none" else ["--tunnel", tunnel]
@@ -57,8 +59,17 @@ def trainer_command(
         peers = [word for word in initial_peers.replace(",", " ").split() if word != "--initial_peers"]
         if not peers:
             raise UserError("INITIAL_PEERS is empty: paste the address that the organiser of the run gave you")
+        for peer in peers:
+            check_peer("INITIAL_PEERS", peer)
         command += ["--initial_peers", *peers]
-    return [*command, *shlex.split(more_flags)]
+    words = shlex.split(more_flags)
+    for word, value in itertools.pairwise([*words, "--"]):
+        if word == "--dataset_url":  # the packages that would find a wrong one take minutes to install
+            if value.startswith("--"):
+                raise UserError("DATASET_URL is empty: fill in the address of the archive of the data")
+            if not value.startswith(("hf://", "s3://")):
+                check_web_address("DATASET_URL", value)
+    return [*command, *words]
 
 
 def run(

@@ -132,10 +132,26 @@ def test_the_trainer_understands_its_command():
         trainer_command(" --initial_peers", "", 4)
 
 
+@pytest.mark.parametrize("address", ["/dns4/x.tcp.ngrok.io/tcp/12345/p2p/ABCDE'", "1.2.3.4:31337", f"{ADDRESS}x0"])
+def test_a_wrong_address_is_found_before_the_installation(address):
+    with pytest.raises(UserError, match="INITIAL_PEERS"):
+        trainer_command(address, "", 4)
+
+
+@pytest.mark.parametrize(
+    ("url", "fault"), [("", "is empty"), ("example.org/data.tar.gz", "http"), ("ftp://x/y", "http")]
+)
+def test_a_wrong_address_of_the_data_is_found_before_the_installation(url, fault):
+    with pytest.raises(UserError, match=f"DATASET_URL.*{fault}"):
+        trainer_command(None, "", 4, f"--run_id friends --dataset_url {url} --target_batch_size 1024", "ngrok")
+    for good in ("https://example.org/data.tar.gz", "hf://datasets/me/data/data.tar.gz"):
+        assert good in trainer_command(None, "", 4, f"--dataset_url {good}", "ngrok")
+
+
 def test_a_failure_of_the_trainer_is_one_line(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="the trainer ended with exit code 2"):
-        join.run(trainer_command("1.2.3.4:31337", "", 4), ROOT)
+        join.run(trainer_command(ADDRESS, "", 4, "--initial_peers 1.2.3.4:31337"), ROOT)
     assert "lacks the peer ID" in capsys.readouterr().out
 
 
