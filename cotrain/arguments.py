@@ -273,8 +273,16 @@ class CollaborationArguments(OptimizerArguments, BaseTrainingArguments):
         "", "Name in the public list of contributors, at most 64 characters. Default: one derived from the peer ID"
     )
 
+    max_traffic: str | None = flag(
+        None,
+        "Leave before this machine has sent and received so much in a calendar month, such as 50GB. Other programs "
+        "count, too, while the trainer runs",
+    )
+
     def __post_init__(self):
         super().__post_init__()
+        if self.max_traffic is not None:
+            parse_size("--max_traffic", self.max_traffic)
         if self.delay_grad_averaging and not self.delay_optimizer_step:
             raise ArgumentsError("--no_delay_optimizer_step also needs --no_delay_grad_averaging")
         is_reachable = self.use_auto_relay or self.tunnel != "none" or self.announce_tunnel is not None

@@ -51,6 +51,7 @@ class TrainerStatus:
     loss: float | None = None  # local loss of the newest global step; None before the first one
     first_loss: float | None = None  # the same of the first one
     data: str = ""  # position in the samples, and the shards that are here
+    traffic: str = ""  # of this machine since the trainer started, and in this month
 
     @property
     def applied_fraction(self) -> float | None:
@@ -108,6 +109,7 @@ def describe_status(status: TrainerStatus) -> list[tuple[str, str]]:
         ("Trainers", f"{s.num_trainers:,}{rank}, {s.samples_per_second:.1f} samples/s"),
         ("Local loss", "not known yet" if s.loss is None else f"{s.loss:.3f}, {s.first_loss:.3f} at first"),
         *([("Data", s.data)] if s.data else []),
+        *([("Traffic", s.traffic)] if s.traffic else []),
         *([] if s.page is None else [("Curves", s.page)]),
         *([] if s.end_time is None else [("Run ends", describe_end(s.end_time))]),
     ]
@@ -131,7 +133,9 @@ def describe_progress(status: TrainerStatus, loss: float | None) -> str:
 
 def describe_contribution(status: TrainerStatus) -> str:
     given = f"{plural(status.applied, 'sample')} to {plural(status.joined, 'global step')}"
-    return f"Thank you, {status.name}! You contributed {given} in {format_duration(status.time - status.started_at)}"
+    traffic = f", with traffic of {status.traffic.partition(';')[0]}" if status.traffic else ""
+    duration = format_duration(status.time - status.started_at)
+    return f"Thank you, {status.name}! Since this start you contributed {given} in {duration}{traffic}"
 
 
 def write_status(folder: Path, status: TrainerStatus) -> None:

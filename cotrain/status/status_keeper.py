@@ -11,6 +11,7 @@ from cotrain.arguments import CollaborationArguments
 from cotrain.dht.metrics_schema import MAX_COUNT
 from cotrain.status.loss_meter import LossMeter
 from cotrain.status.status import TrainerStatus, describe_progress, write_status
+from cotrain.status.traffic import TrafficMeter
 from peerstep.coordinator import Outcome, StepRecord
 from peerstep.optimizer import CollaborativeOptimizer
 from peerstep.progress_record import MAX_ROUNDS
@@ -46,6 +47,7 @@ class StatusKeeper(PeriodicThread):
         self.folder, self.optimizer, self.args = folder, optimizer, args
         self.loss_meter, self.should_stop = loss_meter, should_stop
         self.describe_data: Callable[[], str] = str
+        self.traffic = TrafficMeter(folder)
         end_time = None if args.ends_at is None else args.end_time
         run = args.run_id, optimizer.target_batch_size, args.page, end_time
         self._status = TrainerStatus(name, *run, started_at=time.time())
@@ -109,6 +111,7 @@ class StatusKeeper(PeriodicThread):
         self.write()
 
     def write(self) -> None:
+        self.traffic.update()
         write_status(self.folder, self.update())
 
     def update(self) -> TrainerStatus:
@@ -116,7 +119,8 @@ class StatusKeeper(PeriodicThread):
         status, tracker = self._status, self.optimizer.tracker
         own, others = tracker.local_progress, tracker.live_trainers
         rate, seconds = own.samples_per_second, tracker.seconds_to_step
-        status.time, status.data = time.time(), self.describe_data()
+        status.time = time.time()
+        status.data, status.traffic = self.describe_data(), self.traffic.describe()
         status.step, status.next_step = own.completed, own.epoch + 1
         status.seconds_to_next = seconds if seconds < MAX_SECONDS_TO_STEP else None
         status.all_samples = tracker.estimate()[0]  # with at most one target batch of each trainer

@@ -338,10 +338,20 @@ def check_rounds(dht: DHT, num_parameters: int, args: CollaborationArguments) ->
     seconds = [max(1.0, round_seconds(num_parameters, peers, bits, upload)) for upload in uploads]
     times = ", ".join(f"{needed:.0f} s at {upload:g}" for needed, upload in zip(seconds, uploads, strict=True))
     text = f"one of {trainers} trainers with the parameters takes about {times} Mbit/s of upload"
+    rate = sum(other.samples_per_second for other in others.values())
+    if rate > 0:
+        gigabytes = hourly_gigabytes(num_parameters, peers, args, rate / args.target_batch_size)
+        text += f"; about {gigabytes:.2g} GB of traffic an hour at the present speed of the run"
     if seconds[-1] <= args.averaging_timeout:
         return Finding("rounds", text)
     advice = "Use a faster connection, or ask the organiser for smaller rounds, see docs/tuning.md#local-updates"
     return Finding("rounds", f"{text}, and --averaging_timeout is {args.averaging_timeout:.0f} s", advice)
+
+
+def hourly_gigabytes(elements: int, peers: int, args: CollaborationArguments, steps_per_second: float) -> float:
+    """Return what a peer's rounds send and receive in an hour, see `round_seconds`; downloads of others come to it."""
+    bits = BITS[args.gradient_compression] + BITS[args.state_compression] / args.average_state_every
+    return 3600 * steps_per_second * 2 * 2 * (peers - 1) / peers * elements * bits / 8e9
 
 
 def round_seconds(elements: int, peers: int, bits: float, upload: float) -> float:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from hivemind.utils import MPFuture, get_logger
 
-from cotrain.arguments import TrainerArguments
+from cotrain.arguments import TrainerArguments, parse_size
 from cotrain.common.errors import TemporaryError, UserError, first_line
 from cotrain.common.json_file import JsonLinesFile
 from cotrain.common.names import label, short
@@ -171,11 +171,21 @@ class TrainingSession:
         tracker = self.optimizer.tracker
         trainers = *tracker.other_trainers, tracker.local_progress
         self.client_mode_alarm.check([trainer.client_mode for trainer in trainers])
+        if self._traffic_is_used_up():
+            return False
         if self.should_stop():
             self.optimizer.say_goodbye()
             self.optimizer.stop_averaging()  # a round may outlast the shutdown grace period
             return False
         return not self._is_over()
+
+    def _traffic_is_used_up(self) -> bool:
+        """Whether --max_traffic is reached; logs it."""
+        limit = self.args.max_traffic
+        if limit is None or not self.status.traffic.is_used_up(parse_size("--max_traffic", limit)):
+            return False
+        logger.info(f"Leaving before --max_traffic {limit} a month is passed: {self.status.traffic.describe()}")
+        return True
 
     def _is_over(self) -> bool:
         """Whether the run has reached its last step or its end date."""

@@ -51,7 +51,7 @@ def read_day(output: str, name: str) -> tuple[dict[int, int], dict[int, float]]:
         step, contribution = (int(re.search(rf"{what}(\d+)", block)[1]) for what in ("Step #", "contribution: "))
         samples[step], total = contribution - total, contribution
         losses[step] = float(re.search(r"Local loss: ([\d.]+)", block)[1])
-    (thanks,) = re.findall(r"Thank you, (.+)! You contributed ([\d,]+) samples to (\d+) global", text)
+    (thanks,) = re.findall(r"Thank you, (.+)! Since this start you contributed ([\d,]+) samples to (\d+) global", text)
     assert thanks == (name, f"{total:,}", str(len(samples)))
     return samples, losses
 

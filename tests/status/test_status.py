@@ -213,8 +213,10 @@ def test_round_that_runs_is_named():
 @pytest.mark.parametrize(("seconds", "words"), [(45, "45 s"), (1500, "25 min"), (11_000, "3 hours")])
 def test_thanks_name_the_trainer_and_its_time(seconds, words):
     status = make_status(time=time.time(), started_at=time.time() - seconds)
-    given = f"You contributed 980 samples to 38 global steps in {words}"
+    given = f"Since this start you contributed 980 samples to 38 global steps in {words}"
     assert describe_contribution(status) == f"Thank you, {status.name}! {given}"
+    status.traffic = "0.30 GB, 3.6 GB an hour; 2.10 GB in this month"
+    assert describe_contribution(status).endswith(", with traffic of 0.30 GB, 3.6 GB an hour")
 
 
 # Whether a trainer runs
