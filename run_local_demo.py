@@ -39,6 +39,7 @@ COMMANDS_FILE = "commands.txt"  # also marks a folder that the next demo may rep
 TARGET_BATCH_SIZE = 512
 LEARNING_RATE = 0.06  # the loss falls from 8.3 to 7 in 10 steps; with 0.1 it soon oscillates
 
+WORD_SECONDS = 10.0  # without a step, after which the newest line of the logs is shown
 STOP_SECONDS = 20.0  # seconds; a trainer ends by itself within 15
 STALL_TIMEOUT = 300.0  # seconds without a new step; with ten other busy processes on two cores, a first step took 80
 
@@ -177,13 +178,23 @@ class Workers:
 
     def wait_for(self, condition: Callable[[], object], what: str, timeout: float = STALL_TIMEOUT) -> None:
         """Wait until a condition is true; raise UserError if a process fails, or after `timeout` seconds."""
-        deadline = time.monotonic() + timeout
+        started = said_at = time.monotonic()
         while not condition():
             self.check()
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > started + timeout:
                 raise UserError(f"timeout: waited {timeout:.0f} seconds for {what}; see the logs in {self.folder}")
+            if now >= said_at + WORD_SECONDS:
+                said_at = now
+                print(f"   {now - started:.0f} s, waiting for {what}. Newest line: {self.newest_line()}", flush=True)
             time.sleep(0.1)
         self.check()
+
+    def newest_line(self) -> str:
+        """Return the last line of the log that was written last, and its name."""
+        log = max(self.folder.glob("*.log"), key=lambda path: path.stat().st_mtime)
+        lines = log.read_text("utf-8", "replace").split("\n")
+        return f"{log.stem}: {next((line for line in reversed(lines) if line.strip()), 'none yet')[-150:]}"
 
     def check(self) -> None:
         """Raise UserError with the last line of its output if a process has failed."""

@@ -48,7 +48,10 @@ def setup_logging(debug: bool = False) -> None:
         return
     use_hivemind_log_handler("in_root_logger")
     logging.getLogger().setLevel(logging.DEBUG if debug else logging.INFO)
-    for noisy in ("httpx", "httpcore", "urllib3", "filelock", "matplotlib", "datasets", "fsspec"):
+    # hivemind's daemon says at each try to join that it checks the identity.
+    for noisy in (
+        "httpx", "httpcore", "urllib3", "filelock", "matplotlib", "datasets", "fsspec", "hivemind.p2p.p2p_daemon",
+    ):  # fmt: skip
         logging.getLogger(noisy).setLevel(logging.WARNING)
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stderr and sys.stderr.isatty():

@@ -26,6 +26,7 @@ from peerstep.swarm import Swarm, write_private_key
 logger = get_logger(__name__)
 
 START_RETRY_SECONDS = 3.0
+WORD_SECONDS = 10.0  # between two lines about peers that do not answer
 
 
 @contextlib.contextmanager
@@ -78,7 +79,7 @@ def start_peer(
             raise UserError(f"--username is '{own}', and the invitation is for '{name}': drop --username")
         args.username = name
         node_class, options = InvitedDHT, {"admission": admission}
-    deadline, has_warned = time.monotonic() + args.bootstrap_timeout, False
+    deadline, warn_at = time.monotonic() + args.bootstrap_timeout, 0.0
     while True:
         try:
             return Swarm(
@@ -104,9 +105,9 @@ def start_peer(
             fault = _explain(error, args)
             if not fault.retryable or time.monotonic() + START_RETRY_SECONDS > deadline:
                 raise fault from None
-            if not has_warned:
-                logger.warning(f"{fault}. Trying for {args.bootstrap_timeout:.0f} seconds")
-                has_warned = True
+            if (now := time.monotonic()) >= warn_at:
+                warn_at = now + WORD_SECONDS
+                logger.warning(f"{fault}. Trying for {deadline - now:.0f} seconds more")
             if should_stop.wait(START_RETRY_SECONDS):
                 raise SystemExit(0) from None
 
