@@ -27,6 +27,7 @@ from cotrain.peer.addresses import fix_tcp_port
 logger = get_logger(__name__)
 
 NGROK_INSTALL = INSTALL["ngrok"]
+SESSION_LIMIT = "ERR_NGROK_108"  # the account has as many sessions as it may have
 NGROK_TIMEOUT = 30.0  # seconds for opening a tunnel; the SDK itself sets no limit
 
 
@@ -91,6 +92,9 @@ def ngrok_tunnel(local: str) -> Iterator[str]:
             url, complaint = ours.recv()
         except EOFError:
             raise UserError(f"--tunnel ngrok needs ngrok's SDK: {NGROK_INSTALL}") from None
+        if SESSION_LIMIT in complaint:
+            remedy = "another peer uses this token, or one that was killed counts for another minute"
+            raise TemporaryError(f"--tunnel ngrok: {complaint}; {remedy}")
         if complaint:
             raise UserError(f"--tunnel ngrok: {complaint}")
         logger.info(f"Ngrok tunnel created: {url}")

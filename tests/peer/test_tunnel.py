@@ -12,7 +12,7 @@ import ngrok
 import pytest
 
 from cotrain.arguments import BaseTrainingArguments
-from cotrain.common.errors import UserError
+from cotrain.common.errors import TemporaryError, UserError
 from cotrain.peer import tunnel
 from cotrain.peer.addresses import get_free_port
 from cotrain.peer.tunnel import NGROK_INSTALL, find_local_endpoint, find_local_maddrs, find_ngrok_token, open_tunnel
@@ -36,10 +36,10 @@ def home(tmp_path, monkeypatch) -> Path:
 def refusal(monkeypatch) -> Callable[[object], str]:
     """Return a function that opens a tunnel with an instance of the SDK, and returns the error."""
 
-    def refusal(builder: object) -> str:
+    def refusal(builder: object, kind: type[UserError] = UserError) -> str:
         monkeypatch.setenv("NGROK_AUTHTOKEN", TOKEN)
         monkeypatch.setattr(ngrok, "SessionBuilder", lambda: builder)
-        with pytest.raises(UserError) as error_info, open_tunnel(BaseTrainingArguments(tunnel="ngrok")):
+        with pytest.raises(kind) as error_info, open_tunnel(BaseTrainingArguments(tunnel="ngrok")):
             pass
         message = str(error_info.value)
         assert message.startswith("--tunnel ngrok: ") and "\n" not in message and TOKEN not in message
@@ -52,6 +52,13 @@ def test_refusal_is_shown_in_ngroks_words(refusal):
     builder = FakeSessionBuilder()
     builder.refusal = "failed to connect session", f"it is invalid.\nYour authtoken: {TOKEN}\r\n\r\nERR_NGROK_107"
     assert refusal(builder).endswith("it is invalid. Your authtoken: ... ERR_NGROK_107")
+
+
+def test_session_of_a_crashed_peer_is_waited_for(refusal):
+    builder = FakeSessionBuilder()
+    limit = "Your account is limited to 1 simultaneous ngrok agent sessions.\r\nERR_NGROK_108"
+    builder.refusal = "failed to connect session", limit
+    assert "ERR_NGROK_108; another peer uses this token" in refusal(builder, TemporaryError)
 
 
 def test_ngrok_that_does_not_answer_is_named(refusal, monkeypatch):
