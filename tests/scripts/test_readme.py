@@ -6,11 +6,13 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from transformers.hf_argparser import HfArgumentParser
 
+from cotrain.arguments import TRAINER_ARGUMENTS
 from cotrain.common.errors import ORGANISER_MODULES
 from cotrain.peer.run_config import COMMON_SETTINGS
 from tests.support.messages import is_printed
@@ -207,3 +209,33 @@ def test_each_list_of_requirements_builds_on_the_one_before():
     locked = (ROOT / "requirements.lock").read_text(encoding="utf-8")
     (other,) = (line for line in trainer if f"{line.replace('_', '-')} \\\n" not in locked)
     assert other.startswith("torch=="), "`make lock` writes it"
+
+
+def test_pages_state_the_defaults_of_flags():
+    """A number in brackets behind a flag, as in `--average_state_every` (8), is its default."""
+    defaults = {option.name: option.default for arguments in TRAINER_ARGUMENTS for option in fields(arguments)}
+    stated = [
+        (page.name, name, float(number.replace(",", "")))
+        for page in PAGES
+        for name, number in re.findall(r"`--(\w+)` \((\d[\d,.]*)\)", read_page(page))
+    ]
+    assert len(stated) >= 9
+    assert not [(page, name, number) for page, name, number in stated if defaults[name] != number]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"Python (3\.\d+) to 3\.\d+",
+        r"Python 3\.\d+ to (3\.\d+)",
+        r"hivemind (1\.\d+\.\d+)",
+        r"lines there, some ([\d,]+) here|and has ([\d,]+): those",  # of the product
+    ],
+)
+def test_pages_agree_on_a_number(pattern):
+    found = {
+        next(filter(None, match if isinstance(match, tuple) else (match,)))
+        for page in (*PAGES, ROOT / "CONTRIBUTING.md")
+        for match in re.findall(pattern, read_page(page))
+    }
+    assert len(found) == 1, found
