@@ -2,17 +2,16 @@
 """Measure what the progress reports cost the nodes of the DHT: benchmarks/reports.py --peers 25 50
 
 The nodes run in this process and call each other without a network. Each peer stores its report and reads all of them,
-twice; the second time counts: the bytes of all requests and answers, without those of libp2p. The Mbit/s are for peers
-that report every 5 s, and read as often as trainers do at most. "one key": all reports under one, with hivemind's
-caches, and a read every 5 s. Needs no network.
+twice; the second time counts: the calls, and the bytes of all requests and answers, without those of libp2p. The
+Mbit/s are for peers that report every 5 s, and read as often as trainers do at most. Needs no network.
 """
 
 import argparse
 import asyncio
 import os
 import sys
+import time
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +34,7 @@ KEY = f"run_{own_node.PROGRESS}"
 class Protocol(own_node.DHTProtocol):
     nodes: dict[PeerID, "Protocol"] = {}
     sent = Counter()  # peer ID -> bytes
+    calls = Counter()  # name -> calls, each a request and an answer
 
     async def add_p2p_handlers(self, *_args, **_kwargs) -> None:
         self.nodes[self.p2p.peer_id] = self
@@ -46,17 +46,14 @@ class Protocol(own_node.DHTProtocol):
 
     async def call(self, peer: PeerID, name: str, request, timeout: float | None = None):
         answer = await getattr(self.nodes[peer], name)(request, P2PContext("", "", self.p2p.peer_id))
+        self.calls[name] += 1
         self.sent.update({self.p2p.peer_id: request.ByteSize()})
         self.sent.update({peer: answer.ByteSize()})
         return answer
 
 
-async def read_one_key(node: dht_node.DHTNode, key: str) -> dict:
-    return (await node.get(f"{key}.0", latest=True)).value
-
-
-async def measure(signers: list[RSAPrivateKey], buckets: int, read: Callable, period: float, **options) -> str:
-    """Return the traffic of the nodes.
+async def measure(signers: list[RSAPrivateKey], period: float) -> str:
+    """Return the traffic of the nodes, and the cost of a store and of a read.
 
     :param period: seconds between two reads of a peer
     """
@@ -65,29 +62,34 @@ async def measure(signers: list[RSAPrivateKey], buckets: int, read: Callable, pe
         (validator,), subkey = make_validators("run", signer)
         validator._known = nodes[0].protocol.record_validator._known if nodes else validator._known  # checked once
         p2p = SimpleNamespace(peer_id=PeerID(os.urandom(32)))
-        nodes.append(
-            await dht_node.DHTNode.create(
-                p2p=p2p, record_validator=validator, cache_refresh_before_expiry=0, **options
-            )
-        )
+        nodes.append(await own_node.RunNode.create(p2p=p2p, record_validator=validator, **own_node.WITHOUT_CACHES))
+        nodes[-1].initial_peers = {nodes[0].peer_id}
         await asyncio.gather(*(nodes[-1].protocol.call_ping(other.peer_id) for other in nodes[-4:-1] + nodes[:1]))
         await nodes[-1].find_nearest_nodes([nodes[-1].node_id])
         subkeys.append(subkey)
-    keys = [f"{KEY}.{bucket}" for bucket in range(buckets)]
     for _ in range(2):
         Protocol.sent.clear()
+        Protocol.calls.clear()
+        started = time.perf_counter()
         for node, subkey in zip(nodes, subkeys, strict=True):
             record = PeerProgress(b"", time=run_time(), reported_at=run_time(), samples_per_second=1.5).to_record()
-            key = keys[own_node.bucket_of(subkey) % buckets]
-            await node.store(key, {**record, "schema": "0" * 16}, run_time() + 60, subkey=subkey)
-        for_reports = Counter(Protocol.sent)
+            await node.store(KEY, {**record, "schema": "0" * 16}, run_time() + 60, subkey=subkey)
+        for_reports, stores, stored = Counter(Protocol.sent), sum(Protocol.calls.values()), time.perf_counter()
         Protocol.sent.clear()
+        Protocol.calls.clear()
         for node in nodes:
-            found = await read(node, KEY)
+            found = (await node.get(KEY, latest=True)).value
             assert len(found) == len(nodes)
+    spent = [1000 * seconds / len(nodes) for seconds in (stored - started, time.perf_counter() - stored)]
+    calls = [number / len(nodes) for number in (stores, sum(Protocol.calls.values()))]
     seconds = ((for_reports, HEARTBEAT_SECONDS), (Protocol.sent, period))
     mbits = [sum(8e-6 * sent[peer] / each for sent, each in seconds) for peer in Protocol.sent]
-    return f"busiest node {max(mbits):.2f} Mbit/s, mean {sum(mbits) / len(nodes):.2f}, reads every {period:.1f} s"
+    each = ", ".join(
+        f"a {name} {number:.1f} calls and {ms:.0f} ms of CPU"
+        for name, number, ms in zip(("store", "read"), calls, spent, strict=True)
+    )
+    busiest, mean = max(mbits), sum(mbits) / len(nodes)
+    return f"busiest node {busiest:.2f} Mbit/s, mean {mean:.2f}, reads every {period:.1f} s; {each}"
 
 
 async def main() -> None:
@@ -97,9 +99,7 @@ async def main() -> None:
     signers = [RSAPrivateKey() for _ in range(max(numbers))]
     for number in numbers:
         print(f"{number} peers", flush=True)
-        now = own_node.NUM_BUCKETS, own_node.read_reports, max(0.5, SECONDS_PER_PEER * number)
-        print("  now:", await measure(signers[:number], *now, **own_node.WITHOUT_CACHES), flush=True)
-        print("  one key:", await measure(signers[:number], 1, read_one_key, 5.0), flush=True)
+        print("  " + await measure(signers[:number], max(0.5, SECONDS_PER_PEER * number)), flush=True)
 
 
 if __name__ == "__main__":

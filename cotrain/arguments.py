@@ -218,7 +218,7 @@ class OptimizerArguments(Flags, group="Collaboration"):
     averaging_timeout: float = setting(
         60.0,
         "End an averaging round after this many seconds, with what has arrived: about twice the time of a round",
-        at_most=86_400,
+        at_most=7200,
         optional=True,
     )
     matchmaking_time: float = setting(
@@ -226,6 +226,7 @@ class OptimizerArguments(Flags, group="Collaboration"):
         "Search for a group this many seconds before a step is due, and wait at most this long for a late peer. "
         "Raise it if latency is high; hivemind needs more than 3",
         above=3,
+        at_most=600,
         optional=True,
     )
     average_state_every: int = setting(8, "Average parameters every this many global steps (gradients: every step)")

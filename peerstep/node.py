@@ -7,9 +7,12 @@ import multiprocessing
 import multiprocessing.util
 import os
 import pickle
+import random
 import shutil
 import tempfile
+import time
 import zlib
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.sharedctypes import Synchronized
@@ -29,11 +32,11 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 
 PROGRESS = "training_progress"  # ending of the key of the progress reports
 NUM_BUCKETS = 16  # keys that share them
-# Nodes that a read looks for: those that store a key, and as many more. Of hivemind's 20 most only name other nodes.
-BEAM_SIZE = 10
-# Requests of a read at a time. With hivemind's four, the slowest of 20 reads of 8 peers on home lines took 7 to 9 s
-# during rounds, and some ended at the timeout of 10 s; with 16 they take 5 s, as those of one key did.
-NUM_WORKERS = 16
+NUM_ASKED = 10  # nodes near a key that a read asks: more than store it, because the tables of two nodes may differ
+NUM_REPLICAS, MEMBER_REPLICAS = 3, 2  # nodes and members of the last rounds near a key that store a record
+NUM_MET = 4  # unknown nodes in an answer that are called: a stranger may name any number that do not exist
+PATIENCE = 1.0  # seconds that a read waits after half of the nodes have answered, and twice as long as these took
+MAX_ANSWER_BYTES = 3.5 * 2**20  # of several keys; a message has at most 4 MiB
 START_SECONDS = 4.0  # a daemon that starts looks for its public address after 0.25, 0.75, 1.75 and 3.75 s
 MAX_KEYS = 64  # of a request, each once: 4 MiB of the same key would be answered 190,000 times; peers ask for 4
 WITHOUT_CACHES = {"cache_locally": False, "cache_nearest": 0, "cache_on_store": False}  # of DHTNode.create
@@ -141,13 +144,26 @@ class Inbox:
             return "skip_call", [], {}
 
 
-class DHTProtocol(dht_protocol.DHTProtocol):
-    """hivemind's, which believes a node that claims when its answer expires.
+@functools.lru_cache(maxsize=4096)
+def node_id_of(peer_id: PeerID) -> DHTID:
+    """Return the place of a peer in the DHT. If peers chose it, one could be next to each key, any number of times."""
+    return DHTID.generate(peer_id.to_bytes())
 
-    A dictionary expires when the newest of its records does. With an empty one that never expires, a single node hid
-    the records of all others. Of an answer only the records that are refused are dropped, not, as by hivemind, all.
-    The name is part of the protocol.
+
+class DHTProtocol(dht_protocol.DHTProtocol):
+    """hivemind's, which believes what nodes say of themselves and of others.
+
+    The ID of a node follows from its peer ID, here and in each answer; nobody calls a node with another one. The table
+    has nodes that have called or answered, at most 40 in each of some 32 buckets. hivemind sends each new node the
+    records near it; these are renewed anyway, and a read asks more nodes than store them.
+
+    Of an answer only the records that are refused are dropped, not, as by hivemind, all. The name is part of the
+    protocol.
     """
+
+    @classmethod
+    async def create(cls, p2p: P2P, _node_id: DHTID, *args, **kwargs) -> dht_protocol.DHTProtocol:
+        return await super().create(p2p, node_id_of(p2p.peer_id), *args, **kwargs)
 
     def _validate_dictionary(self, key_bytes: bytes, dictionary: DictionaryDHTValue) -> bool:
         dictionary.maxsize = math.inf  # not what the sender says, which may be no number
@@ -160,21 +176,39 @@ class DHTProtocol(dht_protocol.DHTProtocol):
     async def rpc_find(self, request: dht_pb2.FindRequest, context: P2PContext) -> dht_pb2.FindResponse:
         if len(request.keys) > min(MAX_KEYS, len(set(request.keys))):
             raise ValueError("too many keys, or repeated ones")
-        return await super().rpc_find(request, context)
+        response, num_bytes = await super().rpc_find(request, context), 0
+        for result in response.results:
+            if num_bytes and num_bytes + len(result.value) > MAX_ANSWER_BYTES:
+                node_id, peer_id = self.node_id.to_bytes(), self.p2p.peer_id.to_bytes()  # the mark of what is left out
+                result.CopyFrom(dht_pb2.FindResult(nearest_node_ids=[node_id], nearest_peer_ids=[peer_id]))
+            num_bytes += len(result.value)
+        return response
 
     async def call_find(self, peer: PeerID, keys: Collection[DHTID]) -> dict | None:
-        found = await super().call_find(peer, keys)
-        return found and {key: (_without_claims(value), nearest) for key, (value, nearest) in found.items()}
+        """Ask a node for keys, and again for those that it left out. Call a few of the nodes that it names."""
+        ask, unknown = super().call_find, set()
+        found = await ask(peer, keys) or {}
+        left_out = [key for key, (value, near) in found.items() if value is None and peer in near.values()]
+        for alone in await asyncio.gather(*(ask(peer, [key]) for key in left_out if len(found) > 1)):
+            found |= alone or {}
+        for key, (value, near) in found.items():
+            found[key] = value, {node_id: named for node_id, named in near.items() if node_id == node_id_of(named)}
+            unknown.update(named for named in found[key][1].values() if named not in self.routing_table)
+        unknown -= {peer, self.p2p.peer_id}
+        for named in random.sample(list(unknown), min(NUM_MET, len(unknown))):
+            asyncio.create_task(self.call_ping(named))  # noqa: RUF006  see switch_to_safe_loop
+        return found or None
 
-
-def _without_claims(found: ValueWithExpiration | None) -> ValueWithExpiration | None:
-    if found is None or not isinstance(found.value, DictionaryDHTValue):
-        return found
-    newest = max((item.expiration_time for _, item in found.value.items()), default=None)
-    if newest is None:
-        return None
-    found.value.latest_expiration_time = newest
-    return ValueWithExpiration(found.value, newest)
+    async def update_routing_table(self, node_id: DHTID | None, peer_id: PeerID, responded: bool = True) -> None:
+        table, right_id = self.routing_table, node_id_of(peer_id)
+        bucket = table.buckets[table.get_bucket_index(right_id)]
+        if responded and node_id == right_id:
+            if right_id not in table and len(bucket.replacement_nodes) >= bucket.size:
+                del table[next(iter(bucket.replacement_nodes))]  # the oldest
+            if (to_ping := table.add_or_update_node(right_id, peer_id)) is not None:
+                asyncio.create_task(self.call_ping(to_ping[1]))  # noqa: RUF006
+        elif not responded and right_id in table:
+            del table[right_id]
 
 
 def bucket_of(subkey: object) -> int:
@@ -183,33 +217,95 @@ def bucket_of(subkey: object) -> int:
 
 
 async def read_reports(node: dht_node.DHTNode, key: str) -> dict[bytes, ValueWithExpiration]:
-    """Return the reports under all keys that `key` stands for, by subkey. A copy under another key does not count."""
-    buckets = {f"{key}.{bucket}": bucket for bucket in range(NUM_BUCKETS)}
-    found = await node.get_many(buckets, math.inf, num_workers=NUM_WORKERS, beam_size=BEAM_SIZE)
-    return {
-        subkey: record
-        for name, records in found.items()
-        for subkey, record in (records.value.items() if isinstance(records, ValueWithExpiration) else ())
-        if bucket_of(subkey) == buckets[name]
-    }
+    """Return the reports under all keys that `key` stands for, by subkey."""
+    found = await node.get_many([f"{key}.{bucket}" for bucket in range(NUM_BUCKETS)])
+    return {subkey: record for records in found.values() if records for subkey, record in records.value.items()}
 
 
 class RunNode(dht_node.DHTNode):
-    """Node that spreads the progress reports.
+    """Node that spreads the progress reports, and that no other node can keep from records.
 
     Each report is under one of NUM_BUCKETS keys, which follows from its subkey, and a read merges them. With one key,
     five nodes had all the traffic of 100 peers, and each store of a report fetched all others.
+
+    hivemind searches the nodes nearest to a key, and each that it asks may lead it astray. Here a record is stored at
+    its author's node, at the initial peers, and at the nearest of the nodes in the table and of the members of the
+    last rounds. A read asks the initial peers, all of these members and more of the nearest nodes, and merges the
+    signed records: a node that hides records, or takes none, hides nothing.
     """
+
+    members: Collection[PeerID] = ()  # of the last rounds
+
+    @classmethod
+    async def create(cls, *args, initial_peers: Sequence[Multiaddr | str] | None = None, **kwargs) -> "RunNode":
+        node = await super().create(*args, initial_peers=initial_peers, **kwargs)
+        node.initial_peers = {PeerID.from_base58(Multiaddr(maddr)["p2p"]) for maddr in initial_peers or ()}
+        node.num_replicas = math.inf  # nodes that have stored a record, after which hivemind leaves out the others
+        return node
+
+    @property
+    def node_id(self) -> DHTID:
+        return node_id_of(self.p2p.peer_id)
+
+    @node_id.setter
+    def node_id(self, _random: DHTID) -> None:
+        """hivemind chooses one before it knows the peer ID."""
+
+    async def find_nearest_nodes(self, queries: Collection[DHTID], *args, found_callback=None, **kwargs) -> dict:
+        """Find the nodes that store a record; without a callback search, as hivemind does when a node joins."""
+        if found_callback is None:
+            return await super().find_nearest_nodes(queries, *args, **kwargs)
+        for key in queries:
+            members = sorted(self.members, key=lambda peer_id: key.xor_distance(node_id_of(peer_id)))
+            places = {*self.initial_peers, *members[:MEMBER_REPLICAS], *self._nearest(key, NUM_REPLICAS)}
+            nodes = {node_id_of(peer_id): peer_id for peer_id in places - {self.peer_id}}
+            kwargs["node_to_peer_id"].update(nodes)
+            await found_callback(key, list(nodes), set())
+        return {}
+
+    def _nearest(self, key: DHTID, number: int) -> list[PeerID]:
+        near = self.protocol.routing_table.get_nearest_neighbors(key, number, exclude=self.node_id)
+        return [peer_id for _, peer_id in near]
+
+    async def get_many_by_id(self, key_ids: Collection[DHTID], *_args, **_kwargs) -> dict:
+        protocol, searches, asked = self.protocol, {}, defaultdict(list)
+        for key in key_ids:
+            # An expiration is at least NaN at no time: whatever a node claims, its answer does not end the search.
+            searches[key] = search = dht_node._SearchState(key, math.nan, DictionaryDHTValue(), 0.0)
+            search.record_validator = protocol.record_validator
+            search.add_candidate(protocol.storage.get(key), None)
+            for peer_id in {*self.initial_peers, *self.members, *self._nearest(key, NUM_ASKED)} - {self.peer_id}:
+                asked[peer_id].append(key)
+
+        async def ask(peer_id: PeerID, keys: list[DHTID]) -> None:
+            for key, (value, _) in (await protocol.call_find(peer_id, keys) or {}).items():
+                searches[key].add_candidate(value, None)
+
+        await _wait_for_most([asyncio.create_task(ask(*each)) for each in asked.items()])
+        for search in searches.values():
+            search.finish_search()
+        return {key: search.future.result() for key, search in searches.items()}
 
     async def store(self, key: str, *args, subkey: object, **kwargs) -> bool:
         key = f"{key}.{bucket_of(subkey)}" if key.endswith(PROGRESS) else key
         return await super().store(key, *args, subkey=subkey, **kwargs)
 
-    async def get(self, key: str, **kwargs) -> ValueWithExpiration | None:
+    async def get(self, key: str, members: Collection[bytes] | None = None, **kwargs) -> ValueWithExpiration | None:
+        """Read the newest records under a key. `members`: peer IDs of the last rounds, which are asked from now on."""
+        self.members = self.members if members is None else [PeerID(member) for member in members]
         if not key.endswith(PROGRESS):
             return await super().get(key, **kwargs)
         records = await read_reports(self, key)
         return ValueWithExpiration(records, math.inf) if records else None
+
+
+async def _wait_for_most(calls: Collection[asyncio.Task]) -> None:
+    """Wait for half of the calls, and for the others as long as PATIENCE says: a node may answer slowly."""
+    started, pending = time.monotonic(), set(calls)
+    while len(pending) > len(calls) / 2:
+        _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+    if pending:
+        await asyncio.wait(pending, timeout=PATIENCE + 2 * (time.monotonic() - started))
 
 
 class SafeDHT(DHT):

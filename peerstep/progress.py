@@ -38,6 +38,7 @@ SECONDS_PER_PEER = 0.2  # between two reads: a read of 100 reports costs the oth
 ROUND_END_SECONDS = 2.0  # between two reads while other trainers are still in the round that this peer has left
 HOLD_SECONDS = 120.0  # after a step, for which a trainer that is ahead of most others waits for them
 CONFIRMING_READS = 2  # of the reports after which a trainer believes that the others have another history
+MAX_MEMBERS = 32  # of the last rounds, which each read asks
 IGNORE_SECONDS = 600.0  # for which a peer is ignored after a violation, or after a claim of a step without an offer
 WARN_SECONDS = 600.0  # between two warnings about the same peer
 
@@ -61,7 +62,7 @@ class ProgressTracker(threading.Thread):
     :param public_key: the subkey of this peer's records, from `build_validators`
     :param target_batch_size: samples that all peers together accumulate for one global step
     :param schema: tells the rounds of this peer from those of peers with another model or compression. Trainers with
-      another one are ignored, and counted in `num_misfits`
+      another one are ignored; `misfits` has their peer IDs
     """
 
     def __init__(
@@ -83,8 +84,9 @@ class ProgressTracker(threading.Thread):
         self._lock = threading.RLock()  # never held while the DHT is read
         self._wake, self._stopped = threading.Event(), threading.Event()
         self._others: dict[bytes, PeerProgress] = {}  # subkey -> newest report of a peer
+        self._members: list[bytes] = []  # peer IDs of the last rounds that can be called, the newest at the end
         self._ignored: dict[bytes, float] = {}  # peer ID -> time.monotonic until which the peer is ignored
-        self.num_misfits = 0  # live trainers with another schema
+        self.misfits: set[bytes] = set()  # peer IDs of live trainers with another schema
         self._num_reads_apart = 0  # since this peer's last step, after which another side outranked this peer's
         self._warned_at: dict[bytes, float] = {}
         self._next_report = self._next_fetch = 0.0  # time.monotonic
@@ -321,8 +323,12 @@ class ProgressTracker(threading.Thread):
         """Believe the members of a round again, and ignore those that have sent what no honest peer sends."""
         until = time.monotonic() + IGNORE_SECONDS
         with self._lock:
-            for peer_id in members:
-                self._ignored.pop(peer_id.to_bytes(), None)
+            clients = {progress.peer_id for progress in self._others.values() if progress.client_mode}
+            newest = [peer_id.to_bytes() for peer_id in members]
+            known = [member for member in self._members if member not in newest] + newest
+            self._members = [member for member in known if member not in clients][-MAX_MEMBERS:]
+            for peer_id in newest:
+                self._ignored.pop(peer_id, None)
             self._ignored.update({peer_id.to_bytes(): until for peer_id in violators})
 
     # The thread
@@ -363,7 +369,8 @@ class ProgressTracker(threading.Thread):
 
     def _begin_fetch(self) -> None:
         self._next_fetch = time.monotonic() + self.args.default_refresh_period  # retry interval if the fetch fails
-        self._pending_fetch = self.dht.get(self.key, latest=True, return_future=True), time.monotonic()  # pyright: ignore[reportAttributeAccessIssue]
+        options = {"latest": True, "return_future": True, "members": self._members}
+        self._pending_fetch = self.dht.get(self.key, **options), time.monotonic()  # pyright: ignore[reportAttributeAccessIssue]
 
     def _finish_fetch(self) -> bool:
         """Read the reports once the DHT has answered. Does not block: the thread must keep reporting.
@@ -383,7 +390,7 @@ class ProgressTracker(threading.Thread):
         return True
 
     def _read(self, records: dict) -> None:
-        now, num_misfits = time.monotonic(), 0
+        now, misfits = time.monotonic(), set()
         newest = run_time() + self.args.metadata_expiration - ALIVE_SECONDS  # expiration of live peers' reports
         # One answer may lack peers, as after a failure of a link. A peer that leaves replaces its report by None.
         others = {subkey: p for subkey, p in self._others.items() if now - p.reported_here < ALIVE_SECONDS}
@@ -395,13 +402,13 @@ class ProgressTracker(threading.Thread):
                 if self._speaks_our_protocol(subkey, record.value):
                     progress = parse_progress(signer_of(subkey).to_bytes(), record.value)
                     others[subkey] = self._date(subkey, progress, now)
-                else:
-                    num_misfits += record.expiration_time > newest
+                elif record.expiration_time > newest:
+                    misfits.add(signer_of(subkey).to_bytes())
             except ValueError as error:
                 logger.debug(f"Ignoring a malformed progress report: {error}")
         with self._lock:
             self._newcomer_at = now if others.keys() - self._others.keys() else self._newcomer_at
-            self._others, self.num_misfits = others, num_misfits
+            self._others, self.misfits = others, misfits
             self._ignored = {peer_id: until for peer_id, until in self._ignored.items() if until > now}
             self._fetched_at, self._is_outdated = now, False
             self._num_reads_apart = self._num_reads_apart + 1 if self.is_outranked else 0

@@ -6,7 +6,7 @@ torch nor hivemind.
 """
 
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -80,8 +80,10 @@ def parse_progress(peer_id: bytes, value: object) -> PeerProgress:
     return replace(progress, marks=parse_marks(progress.marks))
 
 
-def read_progress(records: Mapping[Key, object]) -> dict[Key, PeerProgress]:
-    """Return the reports that count, for a reader that does not train: those of the schema that most trainers have.
+def read_progress(records: Mapping[Key, object], proven: Collection[Key] = ()) -> dict[Key, PeerProgress]:
+    """Return the reports that count, for a reader that does not train: those of one schema.
+
+    It is the one that most of the `proven` peers have, which have taken part; if none of them reports, most peers.
 
     :param records: peer -> its report, or a record of the DHT with it as `value`
     """
@@ -91,5 +93,6 @@ def read_progress(records: Mapping[Key, object]) -> dict[Key, PeerProgress]:
         with suppress(ValueError):
             if isinstance(value, dict) and value.get("protocol") == PROTOCOL:
                 found[key] = parse_progress(b"", value)
-    schemas = Counter(progress.schema for progress in found.values())
+    believed = found.keys() & set(proven) or found
+    schemas = Counter(found[key].schema for key in believed)
     return {key: progress for key, progress in found.items() if progress.schema == schemas.most_common(1)[0][0]}

@@ -10,6 +10,7 @@ import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple
+from types import MappingProxyType
 
 import msgpack
 import multihash
@@ -17,6 +18,7 @@ import pydantic.v1 as pydantic  # hivemind's schemas are pydantic v1 models, a v
 from cryptography.hazmat.primitives import serialization
 from hivemind.dht import DHT
 from hivemind.dht.crypto import RSASignatureValidator
+from hivemind.dht.routing import DHTID
 from hivemind.dht.schema import BytesWithPublicKey, SchemaValidator
 from hivemind.dht.validation import CompositeValidator, DHTRecord, RecordValidatorBase
 from hivemind.p2p import PeerID
@@ -27,7 +29,7 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 
 from peerstep.clock import run_time
 from peerstep.history import MAX_STEP
-from peerstep.node import NUM_BUCKETS, PROGRESS
+from peerstep.node import NUM_BUCKETS, PROGRESS, bucket_of
 
 logger = get_logger(__name__)
 
@@ -96,19 +98,27 @@ class RunValidator(CompositeValidator):
 
     A reader receives each record from each node that it asks: with 16 peers, validating took 60 % of the DHT's time.
     `MAX_SUBKEYS` records of the largest size fit into one answer of 4 MiB; otherwise no peer could read the
-    dictionary. Records are counted after all checks: refused ones take up no room.
+    dictionary. Records are counted after all checks: refused ones take up no room. Reports are smaller, and under one
+    key: 285 signers of large ones under each key made all answers too large.
 
     :param lifetimes: the keys -> seconds from now to the expiration of a record, at most
+    :param buckets: the keys of reports -> their numbers, see RunNode
     """
 
     MAX_BYTES = 3600  # of value and subkey together, without the signature
+    MAX_REPORT_BYTES = 1024 + 400  # of a report, which has 400, and its subkey, which has 392
     MAX_SIGNATURE_BYTES = 400  # it has 360
     MAX_KNOWN = 8192  # records in the cache, 100 bytes each
     MAX_SUBKEYS = 1000  # of one key; the first ones are kept
 
-    def __init__(self, validators: Iterable[RecordValidatorBase], lifetimes: Mapping[bytes, float]):
+    def __init__(
+        self,
+        validators: Iterable[RecordValidatorBase],
+        lifetimes: Mapping[bytes, float],
+        buckets: Mapping[bytes, int] = MappingProxyType({}),
+    ):
         super().__init__(validators)
-        self._lifetimes = lifetimes
+        self._lifetimes, self._buckets = lifetimes, buckets
         self._known: OrderedDict[bytes, None] = OrderedDict()
         self._subkeys: dict[bytes, dict[bytes, float]] = defaultdict(dict)  # key -> subkey -> expiration
 
@@ -122,7 +132,8 @@ class RunValidator(CompositeValidator):
     def _is_valid(self, record: DHTRecord) -> bool:
         end = run_time() + self._lifetimes.get(record.key, -math.inf)
         num_bytes = len(record.value) + len(record.subkey or b"")
-        if num_bytes > self.MAX_BYTES + self.MAX_SIGNATURE_BYTES or not -math.inf < record.expiration_time <= end:
+        most = self.MAX_REPORT_BYTES if record.key in self._buckets else self.MAX_BYTES
+        if num_bytes > most + self.MAX_SIGNATURE_BYTES or not -math.inf < record.expiration_time <= end:
             return False
         digest = hashlib.blake2b(MSGPackSerializer.dumps(astuple(record)), digest_size=20).digest()
         if digest in self._known:
@@ -131,6 +142,8 @@ class RunValidator(CompositeValidator):
         subkey = msgpack.unpackb(record.subkey, ext_hook=_refuse)
         # msgpack has several forms of the same bytes: a signer would have as many places.
         if record.subkey != MSGPackSerializer.dumps(subkey) or not signer_of(subkey):
+            return False
+        if self._buckets.get(record.key, bucket_of(subkey)) != bucket_of(subkey):
             return False
         if not (is_readable(self.strip_value(record)) and super().validate(record) and self._has_room(record)):
             return False
@@ -204,7 +217,8 @@ def build_validators(
     own = SchemaValidator(RunSchema, prefix=prefix)
     lifetimes = {key: MAX_LIFETIME_OF_OTHERS for schema in schemas for key in schema._key_id_to_field_name}
     lifetimes |= dict.fromkeys(own._key_id_to_field_name, MAX_LIFETIME)
-    return [RunValidator([own, *schemas, signatures], lifetimes)], signatures.local_public_key
+    buckets = {DHTID.generate(f"{prefix}_{PROGRESS}.{bucket}").to_bytes(): bucket for bucket in range(NUM_BUCKETS)}
+    return [RunValidator([own, *schemas, signatures], lifetimes, buckets)], signatures.local_public_key
 
 
 def get_dictionary(dht: DHT, key: str) -> dict:

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from functools import partial
 
 from hivemind.dht import DHT
-from hivemind.dht.node import DHTNode
 from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils import get_logger
 from hivemind.utils.multiaddr import Multiaddr
 
 from peerstep.clock import correct_clock, run_time
+from peerstep.node import RunNode
 from peerstep.threads import PeriodicThread
 
 logger = get_logger(__name__)
@@ -68,15 +68,16 @@ def set_run_clock(dht: DHT, initial_peers: Sequence[str]) -> bool:
     return None not in offsets
 
 
-async def _redial(_dht: DHT, node: DHTNode, maddrs: Sequence[str]) -> list[float | None]:
+async def _redial(_dht: DHT, node: RunNode, maddrs: Sequence[str]) -> list[float | None]:
     """Connect to each address and ping the peer, which then adds this peer to its routing table. In the DHT process.
 
     :returns: the seconds by which each peer's clock of the run is ahead of this peer's; None if it does not answer
     """
+    node.initial_peers.update(PeerID.from_base58(Multiaddr(maddr)["p2p"]) for maddr in maddrs)
     return await asyncio.gather(*(_dial(node, Multiaddr(maddr)) for maddr in maddrs))
 
 
-async def _dial(node: DHTNode, maddr: Multiaddr) -> float | None:
+async def _dial(node: RunNode, maddr: Multiaddr) -> float | None:
     peer_id = PeerID.from_base58(maddr["p2p"])
     try:
         async with asyncio.timeout(DIAL_TIMEOUT):

@@ -10,6 +10,7 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 from cotrain.common.errors import UserError
 
 MAX_DOWNLOAD_BYTES = 20e9  # of an archive, or of weights, that the user has not chosen
+NAT64 = ipaddress.ip_network("64:ff9b::/96")
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
@@ -40,7 +41,7 @@ class GuardedConnection(HTTPConnection):
     def _new_conn(self) -> socket.socket:
         connected = super()._new_conn()
         address = ipaddress.ip_address(connected.getpeername()[0].partition("%")[0])
-        address = getattr(address, "ipv4_mapped", None) or address
+        address = _embedded(address)
         if self._adapter.near is None:
             self._adapter.near = [address]
         elif not (address.is_global or _is_near(address, self._adapter.near)):
@@ -54,8 +55,16 @@ class GuardedTLSConnection(GuardedConnection, HTTPSConnection):
     pass
 
 
+def _embedded(address: Address) -> Address:
+    """Return the IPv4 address that an IPv6 address stands for, if there is one: mapped, or behind NAT64."""
+    if address in NAT64:
+        return ipaddress.IPv4Address(int(address) % 2**32)
+    return getattr(address, "ipv4_mapped", None) or address
+
+
 def _is_near(address: Address, peers: Iterable[Address]) -> bool:
-    """Whether one of some peers is in this machine, or in a private network as `address` is."""
+    """Whether an address is in this machine as one of some peers is, or in the private network of one: /24 or /64."""
     if address.is_loopback:
         return any(peer.is_loopback for peer in peers)
-    return address.is_private and not address.is_link_local and any(peer.is_private for peer in peers)
+    networks = (ipaddress.ip_network((peer, 24 if peer.version == 4 else 64), strict=False) for peer in peers)
+    return address.is_private and not address.is_link_local and any(address in network for network in networks)

@@ -175,7 +175,7 @@ class MetricsAggregator:
         for key, record in progress.items():
             if record.value is None:
                 self._peers[key].heard_at = -math.inf
-        for key, heartbeat in read_progress(progress).items():
+        for key, heartbeat in read_progress(progress, self.contributors).items():
             self._read_heartbeat(self._peers[key], heartbeat)
         for key, record in trainers.items():
             rows = map(read_row, record.value["history"])

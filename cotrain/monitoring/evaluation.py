@@ -77,7 +77,7 @@ class EvaluationLoop:
     evaluated_step: int = 0  # the initial weights are not evaluated
 
     def __post_init__(self):
-        self._next_time = float("-inf")
+        self._next_time, self._donor = float("-inf"), ""  # the peer ID of the newest donor
         self._last_step = self.args.max_global_steps or float("inf")
         self._backoff = Backoff(first=self.args.refresh_period, longest=MAX_DOWNLOAD_PAUSE)
 
@@ -93,7 +93,8 @@ class EvaluationLoop:
         behind it, the run has gone back.
         """
         records = dht_records.get_records(self.peer.dht, f"{self.run_id}_training_progress")
-        trainers, now = list(read_progress(records).values()), run_time()
+        proven = [peer for peer in records if str(peer) == self._donor]
+        trainers, now = list(read_progress(records, proven).values()), run_time()
         heard = [progress for progress in trainers if now - progress.reported_at <= FRESH_SECONDS] or trainers
         epochs = [progress.epoch for progress in heard]
         newest = max(epochs, default=0)
@@ -123,6 +124,7 @@ class EvaluationLoop:
         self._backoff.reset()
         donor, metadata, tensors = downloaded
         self.averager.restore(metadata, tensors)
+        self._donor = donor
         step = self.averager.local_epoch
         metrics = self.evaluator.evaluate(self.model, step)
         if metrics is None:

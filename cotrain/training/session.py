@@ -89,7 +89,7 @@ class TrainingSession:
         """Start from the newest training state: the other peers', or the resumed checkpoint's if that is newer.
 
         :raises TemporaryError: if several trainers are at a later step, but no state can be downloaded
-        :raises UserError: if all other trainers average something else
+        :raises UserError: if all other trainers average something else, and one of them is an initial peer
         """
         unsent = getattr(self.restore_checkpoint(), "unsent", None)  # a download needs the memory of the state
         optimizer, own_step = self.optimizer, self.optimizer.local_epoch
@@ -122,9 +122,12 @@ class TrainingSession:
         deadline = time.monotonic() + self.args.load_state_timeout
         for attempt in itertools.count(1):
             tracker.refresh()
-            self._refuse_misfits()
+            has_misfits_only = self._refuse_misfits()
             if self.optimizer.load_state_from_peers():
                 return True
+            if has_misfits_only and attempt < self.MAX_JOIN_ATTEMPTS:
+                time.sleep(tracker.args.default_refresh_period)
+                continue
             ahead = [peer for peer in tracker.live_trainers if peer.epoch > self.optimizer.local_epoch + 1]
             if not ahead or self.should_stop():
                 return False
@@ -142,15 +145,24 @@ class TrainingSession:
                 )
             time.sleep(min(5.0, tracker.args.default_refresh_period))
 
-    def _refuse_misfits(self) -> None:
-        """Raise UserError if all other trainers average something else."""
-        tracker = self.optimizer.tracker
-        if tracker.num_misfits and not tracker.other_trainers:
-            raise UserError(
-                f"the {tracker.num_misfits} trainers of this run have another model, other initial weights, another "
-                "base model, other flags or another version (see the warning above), and would not average with this "
-                "one: take theirs, or pass another --run_id for a run of your own"
-            )
+    def _refuse_misfits(self) -> bool:
+        """Return whether all other trainers average something else. UserError if one of them is an initial peer.
+
+        Anybody may report another model: the report of a stranger delays the start, and ends no trainer.
+        """
+        misfits, others = self.optimizer.tracker.misfits, self.optimizer.tracker.other_trainers
+        if not misfits or others:
+            return False
+        fault = (
+            f"the {len(misfits)} trainers of this run have another model, other initial weights, another "
+            "base model, other flags or another version (see the warning above), and would not average with this "
+            "one: take theirs, or pass another --run_id for a run of your own"
+        )
+        if misfits & {peer_id_in(maddr).to_bytes() for maddr in self.args.initial_peers}:
+            raise UserError(fault)
+        if self.joined_at == -math.inf:
+            logger.warning(f"{fault[0].upper()}{fault[1:]}. None of them is an initial peer: starting without them")
+        return True
 
     def after_local_step(self) -> bool:
         """Check the parameters and report new global steps.

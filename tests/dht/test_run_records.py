@@ -29,7 +29,7 @@ from cotrain.common.errors import UserError
 from cotrain.dht.run_records import HISTORY_LENGTH, TrainerRecord, make_validators
 from cotrain.peer.addresses import announce_public_ip, choose_maddrs, fix_tcp_port, get_free_port
 from peerstep.clock import run_time
-from peerstep.node import DHTProtocol
+from peerstep.node import NUM_BUCKETS, DHTProtocol, bucket_of
 from peerstep.records import RunValidator, get_dictionary, signer_of, store_record
 from peerstep.redial import _redial, find_tcp_endpoint
 from tests.support.dht_records import trainer_record
@@ -38,6 +38,7 @@ from tests.support.peers import local_peer
 
 GOOD = {"step": 3, "samples_per_second": 1.5, "samples_accumulated": 64, "loss": 12.5, "mini_steps": 2}
 KEY = RSAPrivateKey()
+REPORT = f"training_progress.{bucket_of(RSASignatureValidator(KEY).local_public_key)}"  # where the signer's report is
 FULL_HISTORY = [[2**31 - 1, 123.456789, 10**9, 123.456789, 10**9]] * HISTORY_LENGTH
 COUNTS = {"rounds": 64, "complete": 64, "computed": 10**9, "applied": 10**9, "averaging": 0.123456789}
 LARGEST = trainer_record(*FULL_HISTORY, username="\U0001f600" * 64, **COUNTS)
@@ -74,8 +75,8 @@ def is_valid(validator: RecordValidatorBase, record: DHTRecord) -> bool:
         ("trainers", {**trainer_record(), "field of another version": 4096}),
         ("trainers", TrainerRecord(**trainer_record(rounds=64, complete=2, averaging=None)).dict()),
         ("trainers", trainer_record(rounds=64, complete=2, computed=10**9, applied=0)),
-        ("training_progress.0", {"protocol": 2, "epoch": 3}),
-        ("training_progress.0", None),
+        (REPORT, {"protocol": 2, "epoch": 3}),
+        (REPORT, None),
         *(("state_averager.all_averagers", value) for value in (12.0, 12, None)),
     ],
 )
@@ -109,7 +110,7 @@ def test_good_records_are_accepted(name, value):
         ("trainers", trainer_record(averaging=1.5)),
         ("trainers", trainer_record(extra="text")),
         ("history", []),
-        *(("training_progress.0", value) for value in (True, [1])),
+        *((REPORT, value) for value in (True, [1])),
         *(("state_averager.all_averagers", value) for value in (True, float("inf"), -1, [1])),
     ],
 )
@@ -132,13 +133,21 @@ def test_records_of_others_are_refused():
 
 
 def test_large_long_lived_and_unknown_records_are_refused():
-    assert is_accepted("training_progress.0", {"a field of another version": "x" * 1000})
-    assert not is_accepted("training_progress.0", {"a field of another version": "x" * 9000})
+    assert is_accepted(REPORT, {"a field of another version": "x" * 1000})
+    assert not is_accepted(REPORT, {"a field of another version": "x" * 9000})
+    assert not is_accepted(REPORT, {"a field of another version": "x" * 1100}), "a report has some 400 bytes"
     for lifetime in (86400, float("nan"), float("inf")):
         assert not is_accepted("metrics", GOOD, lifetime=lifetime)
-    assert is_accepted("metrics", GOOD, lifetime=600) and not is_accepted("training_progress.0", None, lifetime=600)
+    assert is_accepted("metrics", GOOD, lifetime=600) and not is_accepted(REPORT, None, lifetime=600)
     for lifetime in (60.0, -float("inf")):
         assert not is_accepted("anything", None, lifetime=lifetime), "20,000 records under any keys took 92 MB"
+
+
+def test_report_is_under_one_key():
+    """285 signers with a record of 4 KB under each key made all answers too large for a message."""
+    assert [is_accepted(f"training_progress.{bucket}", {"protocol": 5}) for bucket in range(NUM_BUCKETS)].count(
+        True
+    ) == 1
 
 
 def test_signers_have_a_key_of_the_usual_kind(monkeypatch):
@@ -228,13 +237,13 @@ def test_refused_records_take_up_no_room(monkeypatch):
     (validator,), own_subkey = make_validators("run", KEY)
 
     def store(subkey: bytes, value: object) -> bool:
-        return is_valid(validator, make_record("training_progress.0", subkey, MSGPackSerializer.dumps(value)))
+        return is_valid(validator, make_record(REPORT, subkey, MSGPackSerializer.dumps(value)))
 
     assert not any(store(b"%d" % number + tail, None) for number in range(9) for tail in (b"", own_subkey))
     assert not store(own_subkey, "junk") and store(own_subkey, {"protocol": 5})
 
 
-@pytest.mark.parametrize("name", ["metrics", "training_progress.0", "state_averager.all_averagers"])
+@pytest.mark.parametrize("name", ["metrics", REPORT, "state_averager.all_averagers"])
 @pytest.mark.parametrize(
     "value",
     [*RAW, b"\xff" * 100, b"\xdd\xff\xff\xff\xff", b"\xc7\x03\x63abc", nest(9)],

@@ -19,9 +19,8 @@ from hivemind.p2p import P2P
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerInfo
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.proto.dht_pb2 import FOUND_DICTIONARY, FindRequest, FindResponse, FindResult
-from hivemind.utils import MPFuture, MSGPackSerializer, get_dht_time
+from hivemind.utils import MPFuture, MSGPackSerializer
 from hivemind.utils.multiaddr import Multiaddr
-from hivemind.utils.timed_storage import ValueWithExpiration
 
 from cotrain.common.errors import TemporaryError
 from cotrain.peer import peer as peer_module
@@ -30,7 +29,6 @@ from peerstep.clock import run_time
 from peerstep.node import (
     NUM_BUCKETS,
     RelayedP2P,
-    _without_claims,
     bucket_of,
     close_relayed_connections,
     receive_raw_data,
@@ -191,16 +189,6 @@ def test_node_that_answers_with_an_empty_dictionary_hides_no_records(tmp_path):
         wait_until(lambda: get_dictionary(reader.dht, "run_monitor"), 120, "the record")
         for _ in range(5):
             assert get_dictionary(reader.dht, "run_monitor")[writer.public_key].value == info
-
-
-def test_expiration_of_a_dictionary_is_that_of_its_newest_record():
-    found, now = DictionaryDHTValue(), get_dht_time()
-    for subkey, lifetime in ((b"one", 50.0), (b"two", 70.0)):
-        found.store(subkey, b"value", now + lifetime)
-    found.latest_expiration_time = 1e12
-    checked = _without_claims(ValueWithExpiration(found, 1e12))
-    assert checked.expiration_time == checked.value.latest_expiration_time == now + 70.0
-    assert _without_claims(ValueWithExpiration(DictionaryDHTValue(), 1e12)) is None
 
 
 @pytest.mark.parametrize("is_new", [True, False])

@@ -143,7 +143,7 @@ def test_peers_that_train_otherwise_are_ignored_with_one_warning(monkeypatch):
         see(tracker, *reports, {**record(3, epoch=7, samples=10**6), "schema": "other"})
     assert tracker.other_trainers == [] and tracker.seconds_to_step > 0
     assert len(warnings) == 3 and f"protocol 1, this trainer has {PROTOCOL}" in warnings[0] and "Update" in warnings[0]
-    assert "another model" in warnings[2] and tracker.num_misfits == 3
+    assert "another model" in warnings[2] and len(tracker.misfits) == 3
 
 
 def test_observers_count_the_trainers_that_average_with_each_other():
@@ -152,6 +152,9 @@ def test_observers_count_the_trainers_that_average_with_each_other():
     others = [record(4, protocol=3, schema="run"), record(5, schema="other"), record(6, epoch=-1), None, 7]
     assert read_progress(reports | dict(enumerate(others, 4))).keys() == reports.keys()
     assert read_progress({}) == {}
+    strangers = {number: record(number, schema="other") for number in range(4, 9)}
+    assert read_progress(reports | strangers).keys() == strangers.keys()
+    assert read_progress(reports | strangers, proven=[2, 3, "away"]).keys() == reports.keys()
 
 
 def test_banned_and_ignored_peers_do_not_count():

@@ -13,6 +13,7 @@ from tests.support.peers import BATCH_SIZE, Script, invite, join_together, read_
 PACES = {"quick": 0.25, "usual": 0.5, "slow": 1.0}
 NUM_SAMPLES = 2000  # of a measurement; they take the three trainers some 20 seconds
 OUTSIDERS = {"records": "tests/support/hostile_peer.py", "streams": "tests/support/flooding_peer.py"}
+OUTSIDERS |= {"eclipse": "tests/support/eclipsing_peer.py", "misfit": "tests/support/misfit_peer.py"}
 
 
 def count_samples(folder) -> int:
@@ -131,6 +132,32 @@ def test_join_requests_of_four_megabytes_stop_no_round(scripts):
     run, since = Run(scripts), time.time()
     attack(run, "flood_requests")
     assert run.count_together(since) >= 0.8
+
+
+@pytest.mark.long
+def test_node_that_hides_records_stops_no_round(scripts):
+    """From half a minute on, each trainer was alone, the monitor saw nobody, and a newcomer began anew."""
+    run = Run(scripts)
+    hostile = start_outsider(run, "eclipse")
+    hostile.wait_for("took [1-9]")
+    time.sleep(30)  # the reports from before have expired, or are so old that nobody waits for their peers
+    since = time.time()
+    run.check(hostile, least=0.8)
+    assert run.count_together(since) >= 0.8
+    newcomer = run.start_trainer("newcomer", pace=0.5)
+    newcomer.wait_for("Loaded the state of step #")
+    newcomer.wait_for(r"Averaged gradients with 3 peers")
+
+
+def test_stranger_with_another_model_keeps_no_run_from_beginning(scripts):
+    """Each trainer that started ended after 5 s, with a code after which systemd does not start it again."""
+    monitor = scripts.monitor()
+    stranger = scripts.start(OUTSIDERS["misfit"], "albert", monitor.address, log="misfit")
+    stranger.wait_for("attacked")
+    trainer = scripts.trainer("alice", "--initial_peers", monitor.address, *steps_of(seconds=2), pace=0.5)
+    trainer.wait_for("None of them is an initial peer: starting without them")
+    trainer.wait_for(r"\bStep #1\b")
+    stranger.kill_all()
 
 
 @pytest.mark.long

@@ -63,7 +63,7 @@ class FakeTracker:
     """
 
     args = SimpleNamespace(default_refresh_period=0.1)
-    num_misfits = 0
+    misfits = frozenset()
 
     def __init__(self, epoch: int = 0, others: Sequence[tuple[int, float]] = ()):
         self.local_progress = SimpleNamespace(

@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from hivemind.dht.crypto import RSASignatureValidator
+from hivemind.p2p import PeerID
 from hivemind.utils.crypto import RSAPrivateKey
 
 from cotrain.common.errors import UserError
@@ -22,6 +23,8 @@ from peerstep import records as dht_records
 from peerstep.coordinator import Outcome, StepRecord
 from peerstep.records import signer_of
 from tests.support.fakes import FAKE_PEER, FakeTracker, make_arguments, make_session, make_state, storing_peer
+
+INITIAL_PEER = b"\x12\x20" + bytes(32)
 
 
 @pytest.fixture
@@ -59,23 +62,27 @@ def spoil(session: TrainingSession, value: float = float("nan")) -> None:
 
 
 @pytest.mark.parametrize(
-    ("reported", "succeeds_at", "num_misfits", "expected"),
+    ("reported", "succeeds_at", "misfits", "expected"),
     [
-        ([], None, 0, (1, 0)),
-        ([0, 1], None, 0, (1, 0)),
-        ([7, 7], 5, 0, (5, 7)),
-        ([10**6, 0, 1], None, 0, (TrainingSession.MAX_JOIN_ATTEMPTS, 0)),
-        ([0], None, 2, (1, 0)),
-        ([], None, 2, "the 2 trainers of this run have another model"),
-        ([7, 9], None, 0, "2 trainers of this run are at step #7 or later.*--load_state_timeout"),
+        ([], None, [], (1, 0)),
+        ([0, 1], None, [], (1, 0)),
+        ([7, 7], 5, [], (5, 7)),
+        ([10**6, 0, 1], None, [], (TrainingSession.MAX_JOIN_ATTEMPTS, 0)),
+        ([0], None, [INITIAL_PEER, b"stranger"], (1, 0)),
+        ([], None, [b"stranger"], (TrainingSession.MAX_JOIN_ATTEMPTS, 0)),
+        ([], None, [INITIAL_PEER, b"stranger"], "the 2 trainers of this run have another model"),
+        ([7, 9], None, [], "2 trainers of this run are at step #7 or later.*--load_state_timeout"),
     ],
     ids=[
         "first trainer", "the others begin, too", "failed downloads are tried again", "one Byzantine peer",
-        "trainers of another model keep nobody out", "only trainers of another model", "no state of a run",
+        "trainers of another model keep nobody out", "a stranger's report ends no trainer",
+        "only trainers of another model, an initial peer among them", "no state of a run",
     ],
 )  # fmt: skip
-def test_trainer_joins(session, clock, monkeypatch, reported, succeeds_at, num_misfits, expected):
+def test_trainer_joins(session, clock, monkeypatch, reported, succeeds_at, misfits, expected):
     """A trainer that would start from scratch beside the run, and look as if it took part, ends with one line.
+
+    Not if strangers alone say so: one key with a report of another model kept each run from beginning.
 
     :param reported: steps of the other trainers
     :param succeeds_at: attempt at which the download of their state, of step 7, succeeds
@@ -91,7 +98,8 @@ def test_trainer_joins(session, clock, monkeypatch, reported, succeeds_at, num_m
 
     optimizer.load_state_from_peers, optimizer.local_epoch = load_state_from_peers, 0
     optimizer.tracker = FakeTracker(others=[(step, 1.0) for step in reported])
-    optimizer.tracker.num_misfits, session.args.load_state_timeout = num_misfits, 20.0
+    optimizer.tracker.misfits, session.args.load_state_timeout = set(misfits), 20.0
+    session.args.initial_peers = [f"/ip4/127.0.0.1/tcp/1/p2p/{PeerID(INITIAL_PEER).to_base58()}"]
     if isinstance(expected, tuple):
         session.join()
         assert (len(attempts), optimizer.local_epoch) == expected

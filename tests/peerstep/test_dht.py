@@ -1,0 +1,142 @@
+"""The DHT of a run beside nodes that lie about themselves, about others and about records."""
+
+import asyncio
+import time
+
+import pytest
+from hivemind.dht.routing import DHTID
+from hivemind.p2p import PeerID
+from hivemind.proto import dht_pb2
+
+from peerstep import node as own_node
+from peerstep.node import node_id_of
+from tests.support.dht_nodes import Nodes, invent_peers, make_hostile, report_keys
+
+
+def own_ids_next_to(protocol, key: DHTID) -> list[tuple[DHTID, PeerID]]:
+    return [(DHTID(int(key) ^ (i + 1)), protocol.p2p.peer_id) for i in range(20)]
+
+
+def made_up_peers_next_to(_protocol, key: DHTID) -> list[tuple[DHTID, PeerID]]:
+    return invent_peers(key, 20)
+
+
+def nobody(_protocol, _key: DHTID) -> list:
+    return []
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize(
+    ("near", "delay"),
+    [(own_ids_next_to, 0.0), (made_up_peers_next_to, 0.0), (nobody, 2.5)],
+    ids=["its own key under many IDs", "peers that do not exist", "late, and nothing"],
+)
+async def test_one_key_hides_no_records(near, delay):
+    """Six honest nodes and a newcomer found nothing from the moment at which the reports before expired."""
+    async with Nodes() as nodes:
+        for _ in range(4):
+            await nodes.add()
+        await nodes.publish(step=1, lifetime=2.0)
+        hostile = make_hostile(near, delay)
+        await nodes.add(hostile)
+        await asyncio.sleep(2.0)
+        for step in (2, 3):
+            await nodes.publish(step)
+            started = time.monotonic()
+            assert await nodes.read_all() == [[step] * 4] * 4
+            assert delay or time.monotonic() - started < 2.0
+        newcomer = await nodes.add()
+        assert await nodes.read(newcomer) == [3] * 4
+        assert hostile.num_stored > 0
+
+
+@pytest.mark.peers
+async def test_node_is_where_its_key_places_it():
+    """One ping made the target's ID lead to the stranger; 4,000 added 4,000 entries, and each sent all records."""
+    async with Nodes() as nodes:
+        hostile = make_hostile(own_ids_next_to)
+        for _ in range(2):
+            await nodes.add()
+        await nodes.publish(step=1)
+        (victim, _), (target, _) = nodes.honest
+        stranger, table = await nodes.add(hostile), victim.protocol.routing_table
+        assert victim.node_id == victim.protocol.node_id == node_id_of(victim.peer_id)
+        before, num_stored = dict(table.uid_to_peer_id), hostile.num_stored
+        claims = [target.node_id, *(DHTID(int(key) ^ i) for key in report_keys() for i in range(1, 7))]
+        stub = stranger.protocol.get_stub(victim.peer_id)
+        for claim in claims:
+            info = dht_pb2.NodeInfo(node_id=claim.to_bytes())
+            await stub.rpc_ping(dht_pb2.PingRequest(peer=info), timeout=10)
+            await stub.rpc_find(dht_pb2.FindRequest(keys=[claim.to_bytes()], peer=info), timeout=10)
+            await stub.rpc_store(dht_pb2.StoreRequest(peer=info), timeout=10)
+        assert table.uid_to_peer_id == before and table.get(node_id=target.node_id) == target.peer_id
+        assert hostile.num_stored == num_stored, "records were sent to a place that it has chosen"
+        assert await nodes.read_all() == [[1, 1]] * 2
+
+
+async def test_table_is_bounded_however_many_keys_call():
+    """Each node that was met stayed for good as a replacement."""
+    async with Nodes(is_local=True) as nodes:
+        node = await nodes.add()
+        table = node.protocol.routing_table
+        for number in range(5000):
+            peer_id = PeerID(b"\x12\x20" + number.to_bytes(32, "big"))
+            await node.protocol.update_routing_table(node_id_of(peer_id), peer_id)
+        buckets, size = len(table.buckets), node.protocol.bucket_size
+        assert len(table.uid_to_peer_id) == len(table.peer_id_to_uid) <= 2 * size * buckets and 20 <= buckets <= 64
+
+
+async def test_answers_larger_than_a_message_are_read_in_parts(monkeypatch):
+    """Above 4 MiB, the asker took the honest node for dead and dropped it: 285 keys sufficed."""
+    async with Nodes(is_local=True) as nodes:
+        for _ in range(6):
+            await nodes.add()
+        sizes = []
+        answer = own_node.DHTProtocol.rpc_find
+
+        async def find(self, request: dht_pb2.FindRequest, context) -> dht_pb2.FindResponse:
+            response = await answer(self, request, context)
+            sizes.append((len(request.keys), sum(len(result.value) for result in response.results)))
+            return response
+
+        monkeypatch.setattr(own_node.DHTProtocol, "rpc_find", find)
+        await nodes.publish(step=1)
+        monkeypatch.setattr(own_node, "MAX_ANSWER_BYTES", 2000)
+        assert await nodes.read_all() == [[1] * 6] * 6
+        assert max(num_bytes for num_keys, num_bytes in sizes if num_keys > 1) <= 2000
+        assert any(num_keys == 1 for num_keys, _ in sizes)
+
+
+@pytest.mark.parametrize("has_members", [False, True])
+async def test_many_keys_hide_nothing_from_members_of_the_same_rounds(has_members):
+    """The initial peer has left, and 160 keys were tried until ten are nearer to each key than all others."""
+    async with Nodes(is_local=True) as nodes:
+        for _ in range(5):
+            await nodes.add()
+        await nodes.publish(step=1, lifetime=0.1)
+        await nodes.read_all()
+        hostile = make_hostile(nobody)
+        for key in report_keys():
+            for _, peer_id in invent_peers(key, 10):
+                await nodes.add(hostile, peer_id)
+        await nodes.honest.pop(0)[0].shutdown()
+        for node, _ in nodes.honest:
+            node.members = [other.peer_id for other, _ in nodes.honest if has_members]
+        await nodes.publish(step=2)
+        found = await nodes.read_all()
+        assert (found == [[2] * 4] * 4) == has_members
+
+
+async def test_nodes_of_a_large_run_find_each_other():
+    """Each joins through the first one, and knows few others at first. One in ten leaves without a word."""
+    async with Nodes(is_local=True) as nodes:
+        for _ in range(24):
+            await nodes.add()
+        await nodes.read_all()
+        for node, _ in nodes.honest[1::10]:
+            await node.shutdown()
+        for _ in range(2):
+            await nodes.publish(step=1)
+            found = await nodes.read_all()
+        known = [len(node.protocol.routing_table.uid_to_peer_id) for node, _ in nodes.honest if node.is_alive]
+        assert min(known) > 18 and min(map(len, found)) == 21
