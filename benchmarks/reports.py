@@ -79,7 +79,7 @@ async def measure(signers: list[RSAPrivateKey], period: float) -> str:
         Protocol.calls.clear()
         for node in nodes:
             found = (await node.get(KEY, latest=True)).value
-            assert len(found) == len(nodes)
+            assert len(found) == len(nodes), (len(found), len(nodes))
     spent = [1000 * seconds / len(nodes) for seconds in (stored - started, time.perf_counter() - stored)]
     calls = [number / len(nodes) for number in (stores, sum(Protocol.calls.values()))]
     seconds = ((for_reports, HEARTBEAT_SECONDS), (Protocol.sent, period))

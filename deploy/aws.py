@@ -59,6 +59,9 @@ class Settings:
             url = getattr(self, field)
             if "://" not in url or has_secret(url):  # all users of the machines can read it
                 raise UserError(f"{field.upper()} must be an address like https://example.org/x, without a secret")
+        for field in ("monitor_flags", "trainer_flags"):
+            if any("://" in word and has_secret(word.strip("'\"")) for word in getattr(self, field).split()):
+                raise UserError(f"{field.upper()} must not have an address with a secret: all programs can read it")
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from collections.abc import Collection, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
+from typing import Any
 
 from google.protobuf.message import Message
 from hivemind.dht import DHT, dht
@@ -179,7 +180,8 @@ class DHTProtocol(dht_protocol.DHTProtocol):
         response, num_bytes = await super().rpc_find(request, context), 0
         for result in response.results:
             if num_bytes and num_bytes + len(result.value) > MAX_ANSWER_BYTES:
-                node_id, peer_id = self.node_id.to_bytes(), self.p2p.peer_id.to_bytes()  # the mark of what is left out
+                node_id, peer_id = self.node_id.to_bytes(), self.p2p.peer_id.to_bytes()  # pyright: ignore[reportOptionalMemberAccess]
+                # The mark of what is left out, which a node never answers otherwise:
                 result.CopyFrom(dht_pb2.FindResult(nearest_node_ids=[node_id], nearest_peer_ids=[peer_id]))
             num_bytes += len(result.value)
         return response
@@ -218,7 +220,7 @@ def bucket_of(subkey: object) -> int:
 
 async def read_reports(node: dht_node.DHTNode, key: str) -> dict[bytes, ValueWithExpiration]:
     """Return the reports under all keys that `key` stands for, by subkey."""
-    found = await node.get_many([f"{key}.{bucket}" for bucket in range(NUM_BUCKETS)])
+    found: dict[str, Any] = await node.get_many([f"{key}.{bucket}" for bucket in range(NUM_BUCKETS)])
     return {subkey: record for records in found.values() if records for subkey, record in records.value.items()}
 
 
@@ -234,11 +236,13 @@ class RunNode(dht_node.DHTNode):
     signed records: a node that hides records, or takes none, hides nothing.
     """
 
+    p2p: P2P
+    initial_peers: set[PeerID]
     members: Collection[PeerID] = ()  # of the last rounds
 
     @classmethod
     async def create(cls, *args, initial_peers: Sequence[Multiaddr | str] | None = None, **kwargs) -> "RunNode":
-        node = await super().create(*args, initial_peers=initial_peers, **kwargs)
+        node: Any = await super().create(*args, initial_peers=initial_peers, **kwargs)
         node.initial_peers = {PeerID.from_base58(Multiaddr(maddr)["p2p"]) for maddr in initial_peers or ()}
         node.num_replicas = math.inf  # nodes that have stored a record, after which hivemind leaves out the others
         return node

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from hivemind.dht import DHT
 from hivemind.p2p import PeerID
@@ -49,7 +50,7 @@ def set_run_clock(dht: DHT, initial_peers: Sequence[str]) -> bool:
     :returns: whether all initial peers answer
     """
     try:
-        call = partial(_redial, maddrs=initial_peers)
+        call: Any = partial(_redial, maddrs=initial_peers)
         offsets = dht.run_coroutine(call, return_future=True).result(timeout=4 * DIAL_TIMEOUT)  # pyright: ignore[reportAttributeAccessIssue]
     except Exception as error:
         logger.debug(f"Could not reach the initial peers: {error!r}")

@@ -23,6 +23,8 @@ from tests.support.aws import COORDINATOR_ADDRESS, make_settings
         ({"repo_url": ""}, "REPO_URL must be an address"),
         ({"dataset_url": "data.tar.gz"}, "DATASET_URL must be an address"),
         ({"repo_url": "https://me:secret@example.org/x"}, "REPO_URL must be .* without a secret"),
+        ({"monitor_flags": "--page 'https://me:secret@example.org/x'"}, "MONITOR_FLAGS must not .* with a secret"),
+        ({"trainer_flags": "--dataset_url https://x/x?token=secret@"}, "TRAINER_FLAGS must not .* with a secret"),
         ({"dataset_url": "https://x.s3.amazonaws.com/x.gz?X-Amz-Signature=secret@"}, "DATASET_URL must .* a secret"),
     ],
 )

@@ -146,7 +146,7 @@ def test_node_that_hides_records_stops_no_round(scripts):
     assert run.count_together(since) >= 0.8
     newcomer = run.start_trainer("newcomer", pace=0.5)
     newcomer.wait_for("Loaded the state of step #")
-    newcomer.wait_for(r"Averaged gradients with 3 peers")
+    newcomer.wait_for(r"Averaged gradients with [45] peers")
 
 
 def test_stranger_with_another_model_keeps_no_run_from_beginning(scripts):
