@@ -40,6 +40,7 @@ TESTED = {
     "dht.dht": "b41230a61e3d04e4",
     "dht.node": "0957c32e123e13b0",
     "dht.protocol": "2fc86983799b090a",
+    "dht.routing": "87764ac02dad37ac",
     "dht.schema": "001a6b84fc4161e9",
     "dht.storage": "716d2792852c15de",
     "dht.validation": "cb90f1cb7303af43",
