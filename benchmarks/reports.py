@@ -73,7 +73,7 @@ async def measure(signers: list[RSAPrivateKey], period: float) -> str:
         started = time.perf_counter()
         for node, subkey in zip(nodes, subkeys, strict=True):
             record = PeerProgress(b"", time=run_time(), reported_at=run_time(), samples_per_second=1.5).to_record()
-            await node.store(KEY, {**record, "schema": "0" * 16}, run_time() + 60, subkey=subkey)
+            await node.store(KEY, {**record, "schema": "0" * 16}, run_time() + 170, subkey=subkey)
         for_reports, stores, stored = Counter(Protocol.sent), sum(Protocol.calls.values()), time.perf_counter()
         Protocol.sent.clear()
         Protocol.calls.clear()
