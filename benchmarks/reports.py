@@ -70,17 +70,17 @@ async def measure(signers: list[RSAPrivateKey], period: float) -> str:
     for _ in range(2):
         Protocol.sent.clear()
         Protocol.calls.clear()
-        started = time.perf_counter()
+        started = time.process_time()
         for node, subkey in zip(nodes, subkeys, strict=True):
             record = PeerProgress(b"", time=run_time(), reported_at=run_time(), samples_per_second=1.5).to_record()
             await node.store(KEY, {**record, "schema": "0" * 16}, run_time() + 170, subkey=subkey)
-        for_reports, stores, stored = Counter(Protocol.sent), sum(Protocol.calls.values()), time.perf_counter()
+        for_reports, stores, stored = Counter(Protocol.sent), sum(Protocol.calls.values()), time.process_time()
         Protocol.sent.clear()
         Protocol.calls.clear()
         for node in nodes:
             found = (await node.get(KEY, latest=True)).value
             assert len(found) == len(nodes), (len(found), len(nodes))
-    spent = [1000 * seconds / len(nodes) for seconds in (stored - started, time.perf_counter() - stored)]
+    spent = [1000 * seconds / len(nodes) for seconds in (stored - started, time.process_time() - stored)]
     calls = [number / len(nodes) for number in (stores, sum(Protocol.calls.values()))]
     seconds = ((for_reports, HEARTBEAT_SECONDS), (Protocol.sent, period))
     mbits = [sum(8e-6 * sent[peer] / each for sent, each in seconds) for peer in Protocol.sent]

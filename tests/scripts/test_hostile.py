@@ -154,7 +154,9 @@ def test_stranger_with_another_model_keeps_no_run_from_beginning(scripts):
     monitor = scripts.monitor()
     stranger = scripts.start(OUTSIDERS["misfit"], "albert", monitor.address, log="misfit")
     stranger.wait_for("attacked")
-    trainer = scripts.trainer("alice", "--initial_peers", monitor.address, *steps_of(seconds=2, num_trainers=1), pace=0.5)
+    trainer = scripts.trainer(
+        "alice", "--initial_peers", monitor.address, *steps_of(seconds=2, num_trainers=1), pace=0.5
+    )
     trainer.wait_for("None of them is an initial peer: starting without them")
     trainer.wait_for(r"\bStep #1\b")
     stranger.kill_all()
