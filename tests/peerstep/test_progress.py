@@ -157,6 +157,17 @@ def test_observers_count_the_trainers_that_average_with_each_other():
     assert read_progress(reports | strangers, proven=[2, 3, "away"]).keys() == reports.keys()
 
 
+def test_members_of_the_last_rounds_are_asked_in_each_read(monkeypatch):
+    """Those in client mode cannot be called."""
+    tracker, asked = see(make_tracker(), record(1), {**record(2), "client_mode": True}), []
+    monkeypatch.setattr(progress_module, "MAX_MEMBERS", 2)
+    monkeypatch.setattr(tracker.dht, "get", lambda _key, **options: asked.append(options["members"]))
+    for members in ([], [1, 2], [3], [1], [4]):
+        tracker.record_members([signer_of(subkey(number)) for number in members], [])
+        tracker._begin_fetch()
+    assert asked == [[], [peer_id(1)], [peer_id(1), peer_id(3)], [peer_id(3), peer_id(1)], [peer_id(1), peer_id(4)]]
+
+
 def test_banned_and_ignored_peers_do_not_count():
     tracker = see(make_tracker(), record(1, epoch=1), record(2, epoch=3))
     members = {signer_of(subkey(number)) for number in (1, 2)}
