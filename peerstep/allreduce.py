@@ -126,6 +126,7 @@ class AllReduce:
         num_bytes = sum(part.own.nbytes * part.compression.estimate_compression_ratio(part.info) for part in sent)
         self._upload = self.upload if num_bytes > PACED_SECONDS * self.upload else math.inf
         self._may_send_at = 0.0
+        self.refusing: set[PeerID] = set()  # members that do not know the group
         self.was_late = False  # whether a reducer has closed a part without this peer's values
         self.reducer = Reducer(
             self.peer_id,
@@ -169,6 +170,11 @@ class AllReduce:
         return silent if any(remote.has_answered for remote in self._remotes) else set()
 
     @property
+    def confirming(self) -> set[PeerID]:
+        """The other members that have sent something in this group."""
+        return self.reducer.started | {remote.peer_id for remote in self._remotes if remote.has_answered}
+
+    @property
     def is_far(self) -> bool:
         """Whether the parameters of most other reducers are too far from this peer's."""
         return 2 * sum(r.is_far for r in self._remotes) > sum(r.averages_parameters for r in self._remotes)
@@ -203,6 +209,7 @@ class AllReduce:
                         message = await anext(stream)
                     if message.code == averaging_pb2.BAD_GROUP_ID:
                         self.reducer.drop_unstarted(remote.peer_id)
+                        self.refusing.add(remote.peer_id)
                     if message.code != averaging_pb2.AVERAGED_PART:
                         raise AllreduceException(averaging_pb2.MessageCode.Name(message.code))
                     await self._accept(remote, part, message)

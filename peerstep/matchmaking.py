@@ -3,46 +3,46 @@
 Every peer ranks the roster of a step in the same order. The peer asks the first candidate to join its group, and asks
 the next one only if the first cannot be reached. Each step has a separate key, so peers of different steps never meet.
 A peer that is asked before it has reached the step holds the request until then. The leader begins when the step is
-due and all peers of the roster have asked, or `min_matchmaking_time` after the step was due.
+due and all peers of the roster have asked, or `min_matchmaking_time` after the step was due. It passes on what each
+peer has signed, see claims.py; the members check that, and that no peer is unknown and few are missing.
 hivemind/averaging/matchmaking.py knows neither the step nor the peers.
 """
 
 import asyncio
-import hashlib
 import itertools
 import math
-import os
-import struct
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
 
 from hivemind.averaging.control import AveragingStage, StepControl
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.matchmaking import Matchmaking
-from hivemind.p2p import P2PContext, P2PDaemonError, P2PHandlerError, PeerID
+from hivemind.dht import DHT
+from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.proto import averaging_pb2
-from hivemind.utils import MSGPackSerializer, TimedStorage, get_logger
+from hivemind.utils import get_logger
+from hivemind.utils.crypto import RSAPrivateKey
 
-from peerstep.clock import run_time
-from peerstep.progress_record import MAX_LAG
+from peerstep.claims import SIGNATURE_BYTES, deal, parse_claims, rank
+from peerstep.conduct import Conduct
+from peerstep.known_peers import MAX_HELD_REQUESTS, KnownPeers, parse_list, read_peer_id
 
 logger = get_logger(__name__)
 
-_CLAIMS = struct.Struct("<dd?")
-MAX_HELD_REQUESTS, MAX_REQUEST_BYTES = 1024, 1024  # 1 MiB in all; the ID of a run has at most 400 bytes
+MAX_REQUEST_BYTES = 1024  # of 1,024 that are held
 LEADER_MARGIN = 2.0  # seconds after which a leader that should have begun is abandoned
 RETRY_SECONDS = 1.0  # before an unreachable leader is asked again
 POLL_SECONDS = 0.05  # between two looks at who has asked, whether the step is due, or an answer has come
-KNOWN_SECONDS = 180.0  # for which a peer that was in a roster is no stranger; its report lives as long
 MAX_ABSENCES = 2  # consecutive rounds that a peer may miss before leaders stop waiting for it
-MAX_SILENCES, SPARE_SECONDS = 2, 600.0  # rounds after which a silent reducer gets no share, and for how long
-MAX_BANDWIDTH = 1e9  # bound on a member's claim; only ratios matter
 MAX_STEP_DIGITS = 18  # of a step in a request
-NONCE_BYTES = 8  # of the ID of a group
+UNKNOWN_SECONDS = 5.0  # for which a member waits until it has read the report of another one
+# As many thirds of the expected peers are in a group, or it waits for SMALL_SECONDS longer. With half of them, one key
+# beside four trainers made two groups of three, in which nothing bounds its weight.
+LEAST_THIRDS, SMALL_SECONDS = 2, 4.0
 
 
 class RoundControl(StepControl):
@@ -70,23 +70,11 @@ class RoundControl(StepControl):
 
 
 @dataclass(frozen=True)
-class Claims:
-    """What a peer says of itself when it joins a group."""
-
-    bandwidth: float  # Mbit/s; 0: it reduces nothing, as a peer in client mode
-    distance: float = 0.0  # updates that its parameters lack, see CollaborativeOptimizer
-    is_settling: bool = False  # whether its optimizer statistics lack updates that its parameters have
-
-    def pack(self) -> bytes:
-        """Return the 17 bytes of a request, see `parse_claims`."""
-        return _CLAIMS.pack(self.bandwidth, self.distance, self.is_settling)
-
-
-@dataclass(frozen=True)
 class RosterEntry:
     """A peer that may take part in the round of a step."""
 
     peer_id: PeerID
+    public_key: bytes  # the subkey of its records, which checks what it signs
     is_client: bool  # it accepts no connections, and so cannot lead
     is_established: bool  # it has completed a step of the run, so that other peers know it
     is_away: bool = False  # it says that nobody is to wait for it; it may ask nevertheless
@@ -101,6 +89,7 @@ class Search:
     failures: dict[PeerID, tuple[float, str]] = field(default_factory=dict)  # leader -> time (`monotonic`) and reason
     given_up: set[PeerID] = field(default_factory=set)  # leaders that accepted this peer and did not begin
     due_since: float = math.inf  # `time.monotonic`
+    listed: Collection[PeerID] = ()  # peers in the groups of the step
 
     def seconds_due(self) -> float:
         """Return the seconds since the step is due at this peer, as this search has noticed; -inf before."""
@@ -114,13 +103,9 @@ class _Request:
     """Request of another peer to join this peer's group."""
 
     step: int
-    claims: Claims
-    answer: asyncio.Future  # of the group, of the leader to ask instead, or of None (no group)
-
-
-def rank(step: int, peer_id: PeerID) -> bytes:
-    """Return the sort key of a peer as leader of a step: the same at all peers, different for each step."""
-    return hashlib.sha256(struct.pack("q", step) + peer_id.to_bytes()).digest()
+    entry: bytes  # signed claims
+    answer: asyncio.Future  # of the list of entries, of the leader to ask instead, or of None (no group)
+    is_signed: bool | None = None  # None: this peer has not read the sender's report
 
 
 def parse_step(key: str) -> int | None:
@@ -128,56 +113,32 @@ def parse_step(key: str) -> int | None:
     return int(key) if len(key) <= MAX_STEP_DIGITS and key.isascii() and key.isdigit() else None
 
 
-def make_group_id(nonce: bytes, step: int, peer_ids: Sequence[PeerID], gathered: Sequence[bytes]) -> bytes:
-    """Return the ID of a group, which differs if the leader sends two members different lists or claims."""
-    content = [nonce, step, *(peer_id.to_bytes() for peer_id in peer_ids), *gathered]
-    return nonce + hashlib.sha256(MSGPackSerializer.dumps(content)).digest()
-
-
-def parse_claims(gathered: bytes) -> Claims:
-    """Return what a member claims; ValueError if it is malformed."""
-    try:
-        claims = Claims(*_CLAIMS.unpack(gathered))
-    except struct.error as error:
-        raise ValueError(f"malformed claims: {error}") from None
-    if not (0 <= claims.bandwidth <= MAX_BANDWIDTH and 0 <= claims.distance <= MAX_LAG):
-        raise ValueError("claims out of range")
-    return claims
-
-
-def _read_peer_id(content: bytes) -> PeerID | None:
-    """Return a peer ID that another peer has sent; None if it has no possible length, see patches.py."""
-    with suppress(ValueError):
-        return PeerID(content) if content else None
-
-
 class StepMatchmaking(Matchmaking):
     """Finds the group of a global step. Runs in the averager's process."""
 
     peer_id: PeerID
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def __init__(self, p2p: P2P, schema_hash: bytes, dht: DHT, *, private_key: RSAPrivateKey | None = None, **kwargs):
+        super().__init__(p2p, schema_hash, dht, **kwargs)
+        self._known = KnownPeers(self.peer_id, private_key, self._prefix.encode() + schema_hash)
+        self.conduct = Conduct(self.peer_id, getattr(dht, "describe", str))
+        self.led_by = self.peer_id  # leader of the last group
         self.roster: dict[PeerID, RosterEntry] = {}
         self.finished_step = -1  # newest step for which this peer searches no group any more
         self.missed: dict[PeerID, str] = {}  # peers of the roster that are not in the last group, and why
-        self._known: dict[PeerID, float] = {}  # peers of the rosters of KNOWN_SECONDS -> time.monotonic
         self._absences: Counter[PeerID] = Counter()  # consecutive rounds that a peer has missed
         self._requests: dict[PeerID, _Request] = {}
         self._search: Search | None = None
-        self._banned: TimedStorage[PeerID, None] = TimedStorage()
-        self._silences: Counter[PeerID] = Counter()  # consecutive rounds in which a reducer answered nothing
-        self._spared: TimedStorage[PeerID, None] = TimedStorage()  # silent members
 
     # Input from the main process
 
     def set_roster(self, entries: Iterable[RosterEntry]) -> None:
         """Replace the peers that may take part in the next round, including this peer."""
-        now, before = time.monotonic(), self.roster
+        before = self.roster
         self.roster = {entry.peer_id: entry for entry in entries}
-        self._known |= dict.fromkeys([*before, *self.roster], now)
-        self._known = {peer_id: seen for peer_id, seen in self._known.items() if now < seen + KNOWN_SECONDS}
-        self._absences = Counter({peer_id: n for peer_id, n in self._absences.items() if peer_id in self._known})
+        self._known.update({peer_id: entry.public_key for peer_id, entry in (before | self.roster).items()})
+        for peer_id in self._absences.keys() - self._known.public_keys:
+            del self._absences[peer_id]
 
     def finish(self, step: int) -> None:
         """Refuse requests for step `step` and earlier steps from now on. `step` may be lower than before."""
@@ -185,21 +146,6 @@ class StepMatchmaking(Matchmaking):
         for request in self._requests.values():
             if request.step <= step and not request.answer.done():
                 request.answer.set_result(None)
-
-    def ban(self, peer_id: PeerID, until: float) -> None:
-        """Form no group with a peer before `until` (`run_time`)."""
-        self._banned.store(peer_id, None, until)
-
-    def record_silence(self, silent: Collection[PeerID], members: Collection[PeerID]) -> None:
-        """Record the reducers of a round that have answered nothing.
-
-        For a while, this peer does not follow those that were silent repeatedly, and as a leader gives them no share.
-        """
-        for peer_id in members:
-            self._silences[peer_id] = self._silences[peer_id] + 1 if peer_id in silent else 0
-            if self._silences[peer_id] >= MAX_SILENCES:
-                self._spared.store(peer_id, None, run_time() + SPARE_SECONDS)
-        self._silences += Counter()  # drops those of 0
 
     @property
     def requested_step(self) -> int:
@@ -220,29 +166,26 @@ class StepMatchmaking(Matchmaking):
                     elif leader is not None:
                         group = await self._follow(search, leader)
                     if group is not None:
-                        self._on_group(group, search)
+                        self._on_group(search)
                         return group
                     await asyncio.sleep(POLL_SECONDS)
             finally:
                 self._search = None
 
-    def _on_group(self, group: GroupInfo, search: Search) -> None:
+    def _on_group(self, search: Search) -> None:
         present = {peer_id for peer_id, entry in self.roster.items() if not entry.is_away}
-        missed = present - {*group.peer_ids, self.peer_id}
+        missed = present - {*search.listed, self.peer_id}
         reasons = {peer_id: reason for peer_id, (_, reason) in search.failures.items()}
-        reasons |= {peer_id: "banned" for peer_id in missed if peer_id in self._banned}
+        reasons |= {peer_id: "banned" for peer_id in missed if self.conduct.is_banned(peer_id)}
         self.missed = {peer_id: reasons.get(peer_id, "did not ask to join") for peer_id in missed}
         self._absences.update(missed)
-        for peer_id in group.peer_ids:
+        for peer_id in search.listed:
             self._absences.pop(peer_id, None)
 
     def _candidates(self, search: Search) -> list[PeerID]:
         """Return the peers that may lead, best first. Peers new to the run may lead only if there are no others."""
-        nodes = [
-            entry
-            for entry in self.roster.values()
-            if not (entry.is_client or entry.peer_id in self._banned or entry.peer_id in self._spared)
-        ]
+        nodes = [entry for entry in self.roster.values() if not entry.is_client]
+        nodes = [entry for entry in nodes if self.conduct.may_lead(entry.peer_id)]
         established = [entry for entry in nodes if entry.is_established and not entry.is_away]
         step = search.control.step
         return sorted((entry.peer_id for entry in established or nodes), key=lambda peer_id: rank(step, peer_id))
@@ -272,14 +215,30 @@ class StepMatchmaking(Matchmaking):
         joined = self._joined(search)
         is_complete = not self._expected(search) - joined.keys()
         seconds = 0.0 if is_complete else self.min_matchmaking_time
-        return self._assemble(search, joined) if joined and search.seconds_due() >= seconds else None
+        is_due = bool(joined) and search.seconds_due() >= seconds
+        return self._assemble(search, joined) if is_due and self._are_enough(search, joined, LEADER_MARGIN) else None
+
+    def _are_enough(self, search: Search, peer_ids: Collection[PeerID], margin: float = 0.0) -> bool:
+        """Return whether few of the expected peers are missing, or the step was due long ago: they will not come.
+
+        :param margin: further seconds of a leader: its members see later that the step is due
+        """
+        if search.seconds_due() >= self.min_matchmaking_time + SMALL_SECONDS + margin:
+            return True
+        expected = self._expected(search)
+        return 3 * (1 + len(expected.intersection(peer_ids))) >= LEAST_THIRDS * (1 + len(expected))
 
     def _joined(self, search: Search) -> dict[PeerID, _Request]:
-        return {
-            peer_id: request
-            for peer_id, request in self._requests.items()
-            if request.step == search.control.step and not request.answer.done() and peer_id not in self._banned
-        }
+        """Return the requests for this step. Those of strangers wait until this peer has read their report."""
+        joined = {}
+        for peer_id, request in self._requests.items():
+            if request.step != search.control.step or request.answer.done() or self.conduct.is_banned(peer_id):
+                continue
+            if request.is_signed is None:
+                request.is_signed = self._known.has_signed(peer_id, request.step, self.peer_id, request.entry)
+            if request.is_signed:
+                joined[peer_id] = request
+        return joined
 
     def _expected(self, search: Search) -> set[PeerID]:
         """Return the peers of the roster that the leader waits for."""
@@ -288,43 +247,37 @@ class StepMatchmaking(Matchmaking):
             for peer_id, entry in self.roster.items()
             if peer_id != self.peer_id
             and not entry.is_away
-            and peer_id not in self._banned
+            and not self.conduct.is_banned(peer_id)
             and peer_id not in search.failures
             and self._absences[peer_id] < MAX_ABSENCES
         }
 
     def _assemble(self, search: Search, joined: dict[PeerID, _Request]) -> GroupInfo:
-        """Form groups of equal size, of at most `target_group_size` peers, and return this peer's."""
-        step = search.control.step
-        # Strangers, whose report this peer has not read, are let in only if nobody else has asked: keys cost nothing.
-        if known := self._known.keys() & joined.keys():
-            for stranger in joined.keys() - known:
-                joined.pop(stranger).answer.set_result(None)
-        claims = {peer_id: request.claims for peer_id, request in joined.items()}
-        claims |= {peer_id: replace(claims[peer_id], bandwidth=0.0) for peer_id in joined if peer_id in self._spared}
-        claims[self.peer_id] = parse_claims(search.control.data_for_gather)
-        # Those that reduce nothing, such as clients, come last: each group has a peer that does
-        dealt = sorted(claims, key=lambda peer_id: (claims[peer_id].bandwidth == 0, rank(step, peer_id)))
-        num_reducers = sum(of_peer.bandwidth > 0 for of_peer in claims.values())
-        num_groups = min(num_reducers, math.ceil(len(dealt) / (self.target_group_size or len(dealt))))
-        groups, nonce = [], os.urandom(NONCE_BYTES)  # the IDs begin alike: one mark of the step's history
-        for index in range(num_groups):
-            members = tuple(dealt[index::num_groups])
-            gathered = tuple(claims[peer_id].pack() for peer_id in members)
-            group = GroupInfo(make_group_id(nonce, step, members, gathered), members, gathered)
-            for peer_id in members:
-                if peer_id != self.peer_id:
-                    joined[peer_id].answer.set_result(group)
-            groups.append(group)
+        """Tell the peers that have asked who else has. Return this peer's group, see `deal`."""
+        entries = {peer_id: request.entry for peer_id, request in joined.items()}
+        entries[self.peer_id] = self._sign(search.control, self.peer_id)
+        for request in joined.values():
+            request.answer.set_result(entries)
+        return self._deal(search, entries, self.peer_id)
+
+    def _deal(self, search: Search, entries: Mapping[PeerID, bytes], leader: PeerID) -> GroupInfo:
+        claims = {peer_id: parse_claims(entry[:-SIGNATURE_BYTES]) for peer_id, entry in entries.items()}
+        self._known.record_members(claims)
+        search.listed, self.led_by = claims.keys(), leader
+        groups = deal(search.control.step, claims, self.target_group_size)
         return next(group for group in groups if self.peer_id in group)
+
+    def _sign(self, control: RoundControl, leader: PeerID) -> bytes:
+        return self._known.sign(control.data_for_gather, control.step, leader, self.conduct.silent)
 
     async def _follow(self, search: Search, leader: PeerID, redirected: bool = False) -> GroupInfo | None:
         """Ask a peer to lead and wait until it begins; None if it does not."""
         control = search.control
+        own = self._sign(control, leader)
         request = averaging_pb2.JoinRequest(
             schema_hash=self.schema_hash,
             expiration=control.deadline,
-            gather=control.data_for_gather,
+            gather=own,
             group_key=str(control.step),
         )
         try:
@@ -349,13 +302,10 @@ class StepMatchmaking(Matchmaking):
         finally:
             search.leader = None
         if message.code == averaging_pb2.BEGIN_ALLREDUCE:
-            if (group := self._parse_group(message, control.step)) is None:
-                logger.warning(f"{leader} formed an invalid group, such as one without this peer")
-                search.given_up.add(leader)
-            return group
+            return await self._accept_group(search, leader, own, message)
         search.failures[leader] = time.monotonic(), averaging_pb2.MessageCode.Name(message.code)
-        other = _read_peer_id(message.suggested_leader)
-        if redirected or other is None or other in {self.peer_id, leader, *search.given_up} or other in self._banned:
+        other, excluded = read_peer_id(message.suggested_leader), {self.peer_id, leader, *search.given_up}
+        if redirected or other is None or other in excluded or not self.conduct.may_lead(other):
             return None
         return await self._follow(search, other, redirected=True)
 
@@ -378,18 +328,28 @@ class StepMatchmaking(Matchmaking):
             # A stream cannot be closed while something waits for its next message.
             await asyncio.gather(message, return_exceptions=True)
 
-    def _parse_group(self, message: averaging_pb2.MessageFromLeader, step: int) -> GroupInfo | None:
-        content, gathered = message.ordered_peer_ids, tuple(message.gathered)
-        if len(content) != len(gathered) or len(content) > MAX_HELD_REQUESTS + 1:  # in 4 MiB, there are two million
+    async def _accept_group(
+        self, search: Search, leader: PeerID, own: bytes, message: averaging_pb2.MessageFromLeader
+    ) -> GroupInfo | None:
+        """Return this peer's group in a leader's list; None if the list is false, or too many peers are missing.
+
+        :param own: what this peer has sent to the leader
+        """
+        try:
+            entries, until = parse_list(message), time.monotonic() + UNKNOWN_SECONDS
+            while entries.keys() - {self.peer_id, *self._known.public_keys} and time.monotonic() < until:
+                await asyncio.sleep(POLL_SECONDS)  # the reports are read meanwhile
+            self._known.check_list(entries, search.control.step, leader, own)
+        except ValueError as error:
+            search.given_up.add(leader)
+            self.conduct.leave_out(leader, f"formed a false group for step #{search.control.step} ({error})")
             return None
-        peer_ids = tuple(peer_id for peer_id in map(_read_peer_id, content) if peer_id is not None)
-        if self.peer_id not in peer_ids or len(set(peer_ids)) < len(content):
-            return None
-        with suppress(ValueError):
-            for claims in gathered:
-                parse_claims(claims)
-            if message.group_id == make_group_id(message.group_id[:NONCE_BYTES], step, peer_ids, gathered):
-                return GroupInfo(message.group_id, peer_ids, gathered)
+        is_small = not self._are_enough(search, entries)
+        self.conduct.record_group(leader, len(entries), is_small)
+        if not is_small:
+            return self._deal(search, entries, leader)
+        logger.info(f"{leader} formed a group of {len(entries)} without most others: asking another peer to lead")
+        search.given_up.add(leader)
         return None
 
     # Answers to other peers
@@ -402,15 +362,18 @@ class StepMatchmaking(Matchmaking):
         if request.schema_hash != self.schema_hash:
             return averaging_pb2.BAD_SCHEMA_HASH
         is_large = request.ByteSize() > MAX_REQUEST_BYTES  # with unknown fields; it is kept while it waits
-        if is_large or peer_id in self._banned or self.client_mode or peer_id == self.peer_id:
+        if is_large or self.conduct.is_banned(peer_id) or self.client_mode or peer_id == self.peer_id:
             return averaging_pb2.PROTOCOL_VIOLATION
         try:
-            parse_claims(request.gather)
+            parse_claims(request.gather[:-SIGNATURE_BYTES])
         except ValueError:
             return averaging_pb2.PROTOCOL_VIOLATION  # it would make the round fail at all members
         if step <= self.finished_step:
             return averaging_pb2.NOT_LOOKING_FOR_GROUP
-        if len(self._requests) >= MAX_HELD_REQUESTS and peer_id not in self._requests.keys() | self._known.keys():
+        if self._known.has_signed(peer_id, step, self.peer_id, request.gather) is False:
+            return averaging_pb2.PROTOCOL_VIOLATION
+        is_known = peer_id in self._requests or peer_id in self._known.public_keys
+        if len(self._requests) >= MAX_HELD_REQUESTS and not is_known:
             return averaging_pb2.GROUP_IS_FULL
         return None
 
@@ -424,7 +387,7 @@ class StepMatchmaking(Matchmaking):
             yield averaging_pb2.MessageFromLeader(code=code)
             return
         step = int(request.group_key)  # as `_refuse` has checked
-        entry = _Request(step, parse_claims(request.gather), asyncio.get_running_loop().create_future())
+        entry = _Request(step, request.gather, asyncio.get_running_loop().create_future())
         if (before := self._requests.get(peer_id)) is not None and not before.answer.done():
             before.answer.set_result(None)
         self._requests[peer_id] = entry
@@ -435,12 +398,11 @@ class StepMatchmaking(Matchmaking):
             if not entry.answer.done():
                 yield averaging_pb2.MessageFromLeader(code=averaging_pb2.ACCEPTED)
             answer = await entry.answer
-            if isinstance(answer, GroupInfo):
+            if isinstance(answer, dict):
                 yield averaging_pb2.MessageFromLeader(
                     code=averaging_pb2.BEGIN_ALLREDUCE,
-                    group_id=answer.group_id,
-                    ordered_peer_ids=[member.to_bytes() for member in answer.peer_ids],
-                    gathered=answer.gathered,
+                    ordered_peer_ids=[member.to_bytes() for member in answer],
+                    gathered=answer.values(),
                 )
             else:
                 code = averaging_pb2.NOT_A_LEADER if answer else averaging_pb2.GROUP_DISBANDED

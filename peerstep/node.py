@@ -338,6 +338,10 @@ class SafeDHT(DHT):
     def check_invitation(self) -> None:
         """Raise UserError if this peer's invitation no longer holds, in a run with invitations."""
 
+    def describe(self, peer_id: PeerID) -> str:
+        """Return how the log names a peer."""
+        return str(peer_id)
+
     async def replicate_p2p(self) -> P2P:
         """Return the P2P of this process, connected to the daemon of the DHT process."""
         if self._p2p_replica is None or self._origin_pid != os.getpid():

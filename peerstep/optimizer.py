@@ -166,6 +166,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             self._offloaded_parameters(),
             dht=dht,
             prefix=f"{swarm.run_id}_round_averager",
+            private_key=swarm.private_key,
             local_updates=local_updates is not None,
             learning_rate=max(group["lr"] for group in optimizer([dict(group) for group in groups]).param_groups),
             max_weight=float(target_batch_size),  # a peer counts for a whole step at most

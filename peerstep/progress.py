@@ -236,7 +236,13 @@ class ProgressTracker(threading.Thread):
         own = self.local_progress
         others = (p for p in self.live_trainers if not p.position.is_apart_from(own.position))
         peers = [own, *(p for p in others if step - 1 <= p.epoch <= step and p.completed < step)]
-        return [RosterEntry(PeerID(p.peer_id), p.client_mode, p.completed >= step - 1 > 0, p.away) for p in peers]
+        with self._lock:
+            keys = {p.peer_id: subkey for subkey, p in self._others.items()} | {own.peer_id: self._subkey}
+        return [
+            RosterEntry(PeerID(p.peer_id), keys[p.peer_id], p.client_mode, p.completed >= step - 1 > 0, p.away)
+            for p in peers
+            if p.peer_id in keys
+        ]
 
     def is_begun_elsewhere(self, step: int) -> bool:
         """Whether at least half of the other live trainers of this history have begun the round of a step."""

@@ -202,6 +202,11 @@ class Reducer:
         """Record the first message of a sender."""
         self._senders[sender].started = self._senders[sender].heard = time.monotonic()
 
+    @property
+    def started(self) -> set[PeerID]:
+        """The senders whose first message has arrived."""
+        return {sender for sender, state in self._senders.items() if state.started < math.inf}
+
     def drop_unstarted(self, sender: PeerID) -> None:
         """Do not wait for a sender that has not started: its round has ended or was cancelled."""
         if sender in self._senders and self._senders[sender].started == math.inf:

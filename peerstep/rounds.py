@@ -27,12 +27,14 @@ from hivemind.compression import CompressionBase, RoleAdaptiveCompression, Tenso
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2
 from hivemind.utils import MPFuture, TimedStorage, get_logger
+from hivemind.utils.crypto import RSAPrivateKey
 
 from peerstep.allreduce import AllReduce, cut_tensors
 from peerstep.base import SafeAverager
 from peerstep.bounds import PARAMETER_CHANGE, Bounds
+from peerstep.claims import Claims, parse_claims
 from peerstep.clock import run_time
-from peerstep.matchmaking import Claims, RosterEntry, RoundControl, StepMatchmaking, parse_claims
+from peerstep.matchmaking import RosterEntry, RoundControl, StepMatchmaking
 from peerstep.progress_record import PROTOCOL
 from peerstep.reducer import Delivery
 from peerstep.standing import Standing, divide
@@ -116,6 +118,7 @@ class RoundAverager(SafeAverager):
     :param gradient_compression, parameter_compression: the same at all peers of a group
     :param max_weight: bound on the weight of a peer's contribution, in samples
     :param learning_rate: the largest one of the run; set the attribute of this name to the present one
+    :param private_key: of this peer's identity; signs what it claims when it joins a group
     :param bandwidth: Mbit/s; None: the largest rate at which this machine has sent in a round
     """
 
@@ -133,6 +136,7 @@ class RoundAverager(SafeAverager):
         parameter_compression: CompressionBase,
         max_weight: float,
         learning_rate: float,
+        private_key: RSAPrivateKey,
         local_updates: bool = False,
         bandwidth: float | None = None,
         **kwargs,
@@ -163,8 +167,10 @@ class RoundAverager(SafeAverager):
             **kwargs,
         )
         self.claim.value = self.bandwidth
+        self.matchmaking_kwargs |= {"private_key": private_key}
         compressions = type(gradient_compression).__name__, type(parameter_compression).__name__
-        settings = (PROTOCOL, average_parameters_every, local_updates, *compressions)
+        size = self.matchmaking_kwargs["target_group_size"]  # by which each member deals the groups
+        settings = (PROTOCOL, average_parameters_every, local_updates, size, *compressions)
         self.schema_hash = hashlib.sha256(self.schema_hash + repr(settings).encode()).digest()
         self.run_in_background(await_ready=True)
 
@@ -245,7 +251,7 @@ class RoundAverager(SafeAverager):
             try:
                 async with asyncio.timeout(control.deadline - run_time()):  # the all-reduce has a separate one
                     group = await self._matchmaking.look_for_group(control)
-                    missed, found = self._matchmaking.missed, time.monotonic()
+                    missed, leader, found = self._matchmaking.missed, self._matchmaking.led_by, time.monotonic()
                     self._rounds[group.group_id] = begins
                     control.stage = AveragingStage.AWAITING_TRIGGER
                     await control.wait_for_trigger()
@@ -253,7 +259,7 @@ class RoundAverager(SafeAverager):
                 raise TimeoutError("no group was found") from None
             begun = time.monotonic()
             control.stage = AveragingStage.RUNNING_ALLREDUCE
-            result = await self._average_in_group(control, group, begins)
+            result = await self._average_in_group(control, group, leader, begins)
         finally:
             if not begins.done():
                 begins.set_result(None)
@@ -265,7 +271,7 @@ class RoundAverager(SafeAverager):
         return replace(result, missed=missed, seconds=seconds)
 
     async def _average_in_group(
-        self, control: RoundControl, group: GroupInfo, begins: asyncio.Future[AllReduce | None]
+        self, control: RoundControl, group: GroupInfo, leader: PeerID, begins: asyncio.Future[AllReduce | None]
     ) -> RoundResult:
         options, own = self.allreduce_kwargs, group.peer_ids.index(self.peer_id)
         standing = Standing([parse_claims(gathered) for gathered in group.gathered])
@@ -281,6 +287,7 @@ class RoundAverager(SafeAverager):
         elif any(given):
             takers = {peer_id for peer_id, lacks in zip(group.peer_ids, standing.lacking, strict=True) if lacks}
             cuts.append(cut_parameters(given, takers=takers))
+        takes_parameters = self.includes_parameters(control.step) or standing.lacking[own]
         pace = self.bandwidth * 125_000 * (1.0 if shares[own] else QUIET_FRACTION)
         runner = AllReduce(
             peer_id=self.peer_id,
@@ -306,7 +313,13 @@ class RoundAverager(SafeAverager):
             meter.stop()
             self._ban_violators(runner)
             self._report_excesses(runner)
-            self._matchmaking.record_silence(runner.silent_reducers(), group.peer_ids)
+            self._matchmaking.conduct.record_round(
+                leader,
+                group.peer_ids,
+                silent=runner.silent_reducers(),
+                confirming=runner.confirming,
+                refusing=runner.refusing,
+            )
             if runner.reducer.num_awaited:
                 self._slow = runner.reducer.late
         received = runner.received_fraction(TensorRole.GRADIENT) or 0.0
@@ -319,12 +332,13 @@ class RoundAverager(SafeAverager):
             weights=runner.reducer.weights,
             weight=runner.reducer.weights.get(self.peer_id, weight),
             violations=runner.violations,
-            received_parameters=runner.received_fraction(TensorRole.PARAMETER),
+            # In other rounds no parameters are taken by who lacks none, whatever the others claim.
+            received_parameters=runner.received_fraction(TensorRole.PARAMETER) if takes_parameters else None,
             distance=standing.distances[own],
             group_id=group.group_id,
             was_late=runner.was_late,
             silent=runner.silent_reducers(),
-            is_far=runner.is_far,
+            is_far=takes_parameters and runner.is_far,
         )
 
     def _make_bounds(self, weight: float, distance: float, counts: bool) -> Bounds:
@@ -367,14 +381,16 @@ class RoundAverager(SafeAverager):
 
     def _ban_violators(self, runner: AllReduce) -> None:
         for peer_id, violation in runner.violations.items():
-            logger.warning(f"{peer_id} sent {violation}: not averaging with it for {BAN_SECONDS / 60:.0f} minutes")
-            self._matchmaking.ban(peer_id, run_time() + BAN_SECONDS)
+            name, minutes = self._matchmaking.conduct.describe(peer_id), BAN_SECONDS / 60
+            logger.warning(f"{name} sent {violation}: not averaging with it for {minutes:.0f} minutes")
+            self._matchmaking.conduct.ban(peer_id, run_time() + BAN_SECONDS)
 
     def _report_excesses(self, runner: AllReduce) -> None:
         for peer_id, excess in runner.excesses.items():
             if peer_id not in self._reported:
                 self._reported.store(peer_id, None, run_time() + REPORT_SECONDS)
-                logger.warning(f"{peer_id} sent {excess}: scaled it down, or kept this peer's parameters")
+                name = self._matchmaking.conduct.describe(peer_id)
+                logger.warning(f"{name} sent {excess}: scaled it down, or kept this peer's parameters")
 
     # Answers to other peers
 

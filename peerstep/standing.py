@@ -1,6 +1,7 @@
 """Whose gradients and parameters count in a round, who reduces how much, and who gives parameters.
 
-All members of a group know what each of them claims, and so come to the same decisions.
+All members of a group know what each of them has signed, and so come to the same decisions. No claim of another member
+makes one lack updates that it does not claim to lack.
 """
 
 import statistics
@@ -8,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from peerstep.matchmaking import Claims
+from peerstep.claims import Claims
 
 LACKING = 2.0  # updates; a peer whose parameters lack more contributes no gradients and receives parameters
 EQUAL = 0.5  # updates; parameters that lack less have weight

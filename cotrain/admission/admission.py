@@ -50,6 +50,7 @@ class Admission:
         self.revocations = RevocationStore(invitation.authority, revocations)
         # Of peers that have shown a valid token, so bounded by the number of invitations:
         self._admitted: dict[PeerID, float] = {}  # end of the invitation (time.time)
+        self.usernames: dict[PeerID, str] = {}  # names of the invitations
         self._ask_at: dict[PeerID, float] = {}  # when to ask again (time.monotonic)
         self._paused: dict[PeerID, tuple[float, str]] = {}  # end (time.monotonic), and the reason
         self._questions: dict[PeerID, asyncio.Task] = {}
@@ -117,7 +118,9 @@ class Admission:
         return MSGPackSerializer.dumps([self.invitation.token.SerializeToString(), newest])
 
     def _admit(self, token: bytes, peer_id: PeerID) -> None:
-        self._admitted[peer_id] = check_token(AccessToken.FromString(token), self.invitation.authority, peer_id)
+        parsed = AccessToken.FromString(token)
+        self._admitted[peer_id] = check_token(parsed, self.invitation.authority, peer_id)
+        self.usernames[peer_id] = parsed.username
 
     def _pause(self, peer_id: PeerID, reason: str) -> None:
         self._paused.pop(peer_id, None)
@@ -207,6 +210,11 @@ class InvitedDHT(SafeDHT):
         if is_revoked or self.admission.invitation.expiration_time <= run_time():
             fault = "is revoked" if is_revoked else "has expired"
             raise UserError(f"--invitation: the invitation {fault}; ask the organiser of the run for another")
+
+    def describe(self, peer_id: PeerID) -> str:
+        """Return a peer's ID with the name of its invitation, which can be revoked."""
+        name = self.admission.usernames.get(peer_id)
+        return str(peer_id) if name is None else f"{name!r} ({peer_id})"
 
     async def replicate_p2p(self) -> InvitedP2P:
         p2p = await super().replicate_p2p()

@@ -1,29 +1,25 @@
 """Tests of matchmaking for a global step, on an in-memory network without processes and libp2p."""
 
 import asyncio
+import functools
 import itertools
 import math
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, aclosing
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 from hivemind.averaging.group_info import GroupInfo
+from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.p2p import P2PDaemonError, PeerID, ServicerBase
 from hivemind.proto import averaging_pb2
+from hivemind.utils.crypto import RSAPrivateKey
 
-from peerstep import matchmaking
+from peerstep import conduct, known_peers, matchmaking
+from peerstep.claims import Claims, parse_claims, rank, sign
 from peerstep.clock import run_time
-from peerstep.matchmaking import (
-    Claims,
-    RosterEntry,
-    StepMatchmaking,
-    make_group_id,
-    parse_claims,
-    parse_step,
-    rank,
-)
+from peerstep.matchmaking import RosterEntry, StepMatchmaking, parse_step
 
 pytestmark = pytest.mark.usefixtures("patches", "clock")
 
@@ -34,6 +30,21 @@ CLAIMS = Claims(100.0).pack()
 def make_ids(number: int) -> list[PeerID]:
     """Return peer IDs in the order in which they are asked to lead step 1."""
     return sorted((PeerID(b"\x12\x20" + bytes([i] * 32)) for i in range(number)), key=lambda peer: rank(1, peer))
+
+
+@functools.cache
+def key_of(peer_id: PeerID) -> RSAPrivateKey:
+    return RSAPrivateKey()
+
+
+def subkey_of(peer_id: PeerID) -> bytes:
+    return RSASignatureValidator(key_of(peer_id)).local_public_key
+
+
+def entry_of(peer_id: PeerID, leader: PeerID, claims: Claims | None = None, step: int = 1) -> bytes:
+    """Return what a peer sends to a leader to join its group."""
+    scope = known_peers.KnownPeers(peer_id, None, b"runschema")._scope(peer_id, step, leader)
+    return sign(key_of(peer_id), scope, (claims or Claims(100.0, asked_at=run_time())).pack())
 
 
 class Control:
@@ -76,8 +87,8 @@ class Network:
     def add(self, peer_id: PeerID, client_mode: bool = False, patience: float = PATIENCE) -> StepMatchmaking:
         self.peers[peer_id] = StepMatchmaking(
             SimpleNamespace(peer_id=peer_id, network=self), b"schema", SimpleNamespace(peer_id=peer_id),
-            servicer_type=Servicer, prefix="run", target_group_size=None, min_group_size=2,
-            min_matchmaking_time=patience, request_timeout=0.3, client_mode=client_mode,
+            servicer_type=Servicer, private_key=key_of(peer_id), prefix="run", target_group_size=None,
+            min_group_size=2, min_matchmaking_time=patience, request_timeout=0.3, client_mode=client_mode,
         )  # fmt: skip
         return self.peers[peer_id]
 
@@ -101,7 +112,10 @@ class Network:
         :param new: the peers of the roster that are not established
         :param by: the peers whose roster is set; default: all
         """
-        entries = [RosterEntry(peer_id, self.peers[peer_id].client_mode, peer_id not in new) for peer_id in known]
+        entries = [
+            RosterEntry(peer_id, subkey_of(peer_id), self.peers[peer_id].client_mode, peer_id not in new)
+            for peer_id in known
+        ]
         for peer_id in self.peers if by is None else by:
             self.peers[peer_id].set_roster(entries)
 
@@ -119,6 +133,7 @@ class Network:
 def short_waits(monkeypatch):
     monkeypatch.setattr(matchmaking, "RETRY_SECONDS", 0.1)
     monkeypatch.setattr(matchmaking, "LEADER_MARGIN", 0.3)
+    monkeypatch.setattr(matchmaking, "SMALL_SECONDS", 0.5)
 
 
 def make_network(number: int, clients: int = 0, patience: float = PATIENCE) -> tuple[Network, list[PeerID]]:
@@ -257,7 +272,9 @@ async def test_peers_that_ask_each_other_form_one_group():
     network, ids = make_network(2)
     # For each peer, the other is the only established one and so the only candidate for the leader.
     for own, other in itertools.permutations(ids):
-        network.peers[own].set_roster([RosterEntry(own, False, False), RosterEntry(other, False, True)])
+        network.peers[own].set_roster(
+            [RosterEntry(own, subkey_of(own), False, False), RosterEntry(other, subkey_of(other), False, True)]
+        )
     assert_one_group(await network.find(ids), ids)
 
 
@@ -333,7 +350,7 @@ async def test_too_many_peers_are_split_into_groups(number, clients, size):
 async def test_banned_peer_is_left_out():
     network, ids = make_network(3, patience=30.0)
     for peer_id in ids[1:]:
-        network.peers[peer_id].ban(ids[0], run_time() + 60)
+        network.peers[peer_id].conduct.ban(ids[0], run_time() + 60)
     _, outsider = network.search(ids[0])
     assert_one_group(await network.find(ids[1:]), ids[1:])
     assert not outsider.done()
@@ -342,16 +359,23 @@ async def test_banned_peer_is_left_out():
         assert (await anext(answers)).code == averaging_pb2.PROTOCOL_VIOLATION
 
 
-def request(number: int = 1, schema_hash: bytes = b"schema", gather: bytes = CLAIMS) -> averaging_pb2.JoinRequest:
+SIGNATURE = bytes(256)
+
+
+def request(
+    number: int = 1, schema_hash: bytes = b"schema", gather: bytes = CLAIMS + SIGNATURE
+) -> averaging_pb2.JoinRequest:
     return averaging_pb2.JoinRequest(schema_hash=schema_hash, group_key=str(number), gather=gather)
 
 
 MALFORMED_CLAIMS = [
     *(Claims(bandwidth) for bandwidth in (-1.0, 1e10, math.nan)),
     *(Claims(100.0, distance) for distance in (math.nan, -1.0, 1e7)),
+    *(Claims(100.0, asked_at=time) for time in (math.nan, math.inf, -1.0)),
+    Claims(100.0, silent=(bytes(8),) * 9),
 ]
-MALFORMED = [b"", CLAIMS[:-1], *(CLAIMS + bytes(number) for number in (1, 10**6, 4_194_180))]
-MALFORMED += [claims.pack() for claims in MALFORMED_CLAIMS]
+MALFORMED = [b"", CLAIMS, CLAIMS[:-1] + SIGNATURE, *(CLAIMS + bytes(257 + number) for number in (0, 10**6, 4_190_000))]
+MALFORMED += [claims.pack() + SIGNATURE for claims in MALFORMED_CLAIMS]
 LARGE_FIELD = b"\xfa\x07" + b"\x80\x89\x7a" + bytes(2_000_000)  # of a number that the message does not have
 
 
@@ -362,7 +386,7 @@ LARGE_FIELD = b"\xfa\x07" + b"\x80\x89\x7a" + bytes(2_000_000)  # of a number th
         (request(number=2), averaging_pb2.NOT_LOOKING_FOR_GROUP),
         (request(number=4, schema_hash=b"other"), averaging_pb2.BAD_SCHEMA_HASH),
         (averaging_pb2.JoinRequest(), averaging_pb2.BAD_GROUP_KEY),
-        (request(number=4), averaging_pb2.ACCEPTED),
+        (request(number=4), averaging_pb2.PROTOCOL_VIOLATION),  # the signature is false
         *((request(number=4, gather=claims), averaging_pb2.PROTOCOL_VIOLATION) for claims in MALFORMED),
         (type(request()).FromString(request(4).SerializeToString() + LARGE_FIELD), averaging_pb2.PROTOCOL_VIOLATION),
     ],
@@ -373,78 +397,128 @@ async def test_first_answer_to_a_request(join_request, code):
     network.peers[ids[0]].finish(3)
     async with network.join(*ids, join_request) as answers:
         assert (await anext(answers)).code == code
+    async with network.join(*ids, request(4, gather=entry_of(ids[1], ids[0], step=4))) as answers:
+        assert (await anext(answers)).code == averaging_pb2.ACCEPTED
+
+
+@pytest.mark.parametrize(("leader", "step", "signer"), [(1, 1, 1), (0, 2, 1), (0, 1, 2)])
+async def test_request_that_was_signed_for_something_else_is_refused(leader, step, signer):
+    """For another leader, for another step, or by another peer."""
+    network, ids = make_network(3)
+    claims = Claims(100.0, asked_at=run_time())
+    scope = known_peers.KnownPeers(ids[1], None, b"runschema")._scope(ids[1], step, ids[leader])
+    entry = sign(key_of(ids[signer]), scope, claims.pack())
+    async with network.join(*ids[:2], request(1, gather=entry)) as answers:
+        assert (await anext(answers)).code == averaging_pb2.PROTOCOL_VIOLATION
 
 
 async def test_pending_requests_are_disbanded_with_the_step():
     network, ids = make_network(2)
-    async with network.join(*ids, request()) as answers:
+    async with network.join(*ids, request(gather=entry_of(ids[1], ids[0]))) as answers:
         assert (await anext(answers)).code == averaging_pb2.ACCEPTED
         network.peers[ids[0]].finish(1)
         assert (await anext(answers)).code == averaging_pb2.GROUP_DISBANDED
 
 
-async def test_silent_members_get_no_share_for_a_while(monkeypatch):
+def record_round(peer: StepMatchmaking, silent: Iterable[PeerID], members: list[PeerID], leader: PeerID) -> None:
+    """Let a peer see a round in which all members but the silent ones have sent something."""
+    others = set(members) - {peer.peer_id, *silent}
+    peer.conduct.record_round(leader, members, silent=set(silent), confirming=others, refusing=())
+
+
+async def test_reducers_that_are_silent_for_most_members_get_no_share_for_a_while(monkeypatch):
     """A member that answers nothing would cost all others its share of each gradient."""
-    network, ids = make_network(3)
-    leader = network.peers[ids[0]]
-    leader.record_silence({ids[1]}, ids)
-    groups = await network.find(ids, 1)
-    assert {parse_claims(claims).bandwidth for claims in groups[0].gathered} == {100.0}, "once is no rule"
-    leader.record_silence({ids[1]}, ids)
-    for number in (2, 3):
+    network, ids = make_network(4)
+    steps = (step for step in itertools.count(1) if min(ids, key=lambda peer_id: rank(step, peer_id)) == ids[0])
+    for number, num_accusers in zip(steps, (0, 1, 2, 3), strict=False):
+        for peer_id in ids[:num_accusers]:
+            for _ in range(conduct.MAX_SILENCES):
+                record_round(network.peers[peer_id], ids[3:], ids, ids[0])
         network.know(ids)
-        (group, *_) = await network.find(ids, number)
-        claims = dict(zip(group.peer_ids, map(parse_claims, group.gathered), strict=True))
-        is_led = min(ids, key=lambda peer_id, number=number: rank(number, peer_id)) == ids[0]
-        assert claims[ids[1]].bandwidth == (0.0 if is_led else 100.0)
-        assert claims[ids[0]].bandwidth == claims[ids[2]].bandwidth == 100.0
-    leader.record_silence(set(), ids)
-    assert not leader._silences
-    monkeypatch.setattr(matchmaking, "SPARE_SECONDS", 0.01)
+        (group, *others) = await network.find(ids, number)
+        assert {other.group_id for other in others} == {group.group_id}, "nobody has to be told"
+        bandwidths = [parse_claims(gathered).bandwidth for gathered in group.gathered]
+        is_spared = num_accusers >= 2
+        assert bandwidths[group.peer_ids.index(ids[3])] == (0.0 if is_spared else 100.0)
+        assert bandwidths.count(100.0) == 4 - is_spared
+    peer = network.peers[ids[0]]
+    record_round(peer, (), ids, ids[0])
+    assert not peer.conduct._silences
+    monkeypatch.setattr(conduct, "SPARE_SECONDS", 0.01)
     for _ in range(2):
-        leader.record_silence({ids[2]}, ids)
+        record_round(peer, [ids[2]], ids, ids[0])
     await asyncio.sleep(0.02)
-    assert [peer_id for peer_id, _ in leader._spared.items()] == [ids[1]], "the time of the other is over"
+    assert peer.conduct.silent == [ids[3]], "the time of the other is over"
+
+
+async def test_silence_counts_only_in_a_group_that_others_confirm():
+    """A leader that tells each member of another group makes all others look silent."""
+    leader, *_, own = ids = make_ids(5)
+    for confirming, is_counted in [((), False), (ids[1:2], False), (ids[1:3], True)]:
+        peer = conduct.Conduct(own)
+        for _ in range(conduct.MAX_SILENCES):
+            peer.record_round(leader, ids, silent={ids[3]}, confirming={leader, *confirming}, refusing=())
+        assert (ids[3] in peer.silent) == is_counted
+    for _ in range(conduct.MAX_SILENCES):
+        peer.record_round(own, ids, silent={ids[1]}, confirming=(), refusing=())
+    assert ids[1] in peer.silent, "this peer knows what it has told the members"
+
+
+def test_leader_whose_group_most_members_do_not_know_leads_no_more():
+    ids = make_ids(5)
+    for refusing, may_lead in [((), True), (ids[1:2], True), (ids[1:4], False)]:
+        peer = conduct.Conduct(ids[4])
+        peer.record_round(ids[0], ids, silent=set(ids[1:4]), confirming={ids[0]}, refusing=refusing)
+        assert peer.may_lead(ids[0]) == may_lead
+    peer = conduct.Conduct(ids[2])
+    peer.record_round(ids[0], ids[:3], silent={ids[1]}, confirming={ids[0]}, refusing=ids[1:2])
+    assert peer.may_lead(ids[0]), "one member's word is not enough"
 
 
 async def test_request_for_a_step_far_ahead_does_not_hide_the_others():
     network, (leader, *callers) = make_network(3)
     async with AsyncExitStack() as stack:
         for peer_id, number in zip(callers, (2**59, 1), strict=True):
-            answers = await stack.enter_async_context(network.join(leader, peer_id, request(number)))
+            entry = entry_of(peer_id, leader, step=number)
+            answers = await stack.enter_async_context(network.join(leader, peer_id, request(number, gather=entry)))
             assert (await anext(answers)).code == averaging_pb2.ACCEPTED
         assert network.peers[leader].requested_step == 1
 
 
-@pytest.mark.parametrize("num_known", [2, 1])
-async def test_strangers_are_let_in_only_if_nobody_else_has_asked(num_known):
+def forget(network: Network, *peer_ids: PeerID, by: Iterable[PeerID]) -> None:
+    """Let peers not know others."""
+    for peer in (network.peers[peer_id] for peer_id in by):
+        for peer_id in peer_ids:
+            del peer.roster[peer_id], peer._known.public_keys[peer_id]
+
+
+async def test_strangers_are_let_in_once_the_leader_has_read_their_reports():
     """They are counted nowhere: a hundred of them, which cost nothing, made a group of silent members."""
-    network, ids = Network(), make_ids(4)
-    for peer_id in ids:
-        network.add(peer_id)
-    network.know(ids, by=ids[1:])
-    network.know(ids[:num_known], by=ids[:1])  # the leader
+    network, ids = make_network(4)
+    forget(network, *ids[2:], by=ids[:1])  # the leader
     searches = [network.search(peer_id)[1] for peer_id in reversed(ids)]
     group = await searches[-1]
-    assert set(group.peer_ids) == set(ids[:2] if num_known == 2 else ids)
-    await asyncio.sleep(0.05)
-    assert [search.done() for search in reversed(searches)] == [peer_id in group for peer_id in ids]
+    assert set(group.peer_ids) == set(ids[:2])
     for search in searches:
         search.cancel()
+    await asyncio.gather(*searches, return_exceptions=True)
+    network.know(ids)
+    assert_one_group(await network.find(ids, 2), ids)
 
 
 async def test_peer_that_was_in_a_roster_lately_is_no_stranger(monkeypatch, clock):
     """Its newest report may be late, after a step of any length."""
     network, ids = make_network(3)
-    clock.now += matchmaking.KNOWN_SECONDS
+    clock.now += known_peers.KNOWN_SECONDS
     network.know(ids[:2], by=ids[:1])
     assert_one_group(await network.find(ids), ids)
     leader = network.peers[ids[0]]
     leader._absences.update(ids)
     network.know(ids[:2])
-    clock.now += matchmaking.KNOWN_SECONDS
+    clock.now += known_peers.KNOWN_SECONDS
     network.know(ids[:2])
-    assert leader._known.keys() == leader._absences.keys() == set(ids[:2]), "nothing is kept of peers that have left"
+    kept = leader._known.public_keys.keys(), leader._absences.keys()
+    assert kept == (set(ids[:2]), set(ids[:2])), "nothing is kept of peers that have left"
 
 
 async def test_number_of_pending_requests_is_bounded(monkeypatch):
@@ -453,32 +527,148 @@ async def test_number_of_pending_requests_is_bounded(monkeypatch):
     expected = [averaging_pb2.ACCEPTED] * 2 + [averaging_pb2.GROUP_IS_FULL, averaging_pb2.ACCEPTED]
     async with AsyncExitStack() as stack:
         for peer_id, code in zip((*make_ids(9)[-3:], ids[1]), expected, strict=True):  # strangers, a known one
-            answers = await stack.enter_async_context(network.join(ids[0], peer_id, request()))
+            answers = await stack.enter_async_context(
+                network.join(ids[0], peer_id, request(gather=entry_of(peer_id, ids[0])))
+            )
             assert (await anext(answers)).code == code
     assert not network.peers[ids[0]]._requests
 
 
-OTHER_CLAIMS = Claims(1e9).pack()
+class FalseLeader:
+    """A leader that sends another list than that of the requests.
+
+    :param change: takes the true entries, and returns those that it sends
+    """
+
+    def __init__(self, network: Network, peer_id: PeerID, change: Callable[[dict[PeerID, bytes]], dict]):
+        self.network, self.peer_id, self.change = network, peer_id, change
+        self.asked: dict[PeerID, bytes] = {}
+        network.peers[peer_id].rpc_join_group = self.lead
+
+    async def lead(self, request, context):
+        self.asked[context.remote_id] = request.gather
+        yield averaging_pb2.MessageFromLeader(code=averaging_pb2.ACCEPTED)
+        await asyncio.sleep(0.1)  # until all have asked
+        entries = self.change({**self.asked, self.peer_id: entry_of(self.peer_id, self.peer_id)})
+        yield averaging_pb2.MessageFromLeader(
+            code=averaging_pb2.BEGIN_ALLREDUCE,
+            ordered_peer_ids=[peer_id.to_bytes() for peer_id in entries],
+            gathered=entries.values(),
+        )
 
 
-@pytest.mark.parametrize("members", ["without us", "one twice", "malformed claims", "other claims", "another step"])
-async def test_invalid_group_is_not_joined(members):
-    """A leader that told two members different claims made them cut the tensors differently, and ban each other."""
-    network, ids = make_network(2)
+LEADER, *MEMBERS = make_ids(4)
+INVENTED = [PeerID(b"\x12\x20" + bytes([7, number] * 16)) for number in range(60)]
+OLD = Claims(100.0, asked_at=1.0)
 
-    async def lie(_request, _context):
-        peers = {"without us": ids[:1], "one twice": [*ids, ids[1]]}.get(members, ids)
-        gathered = [b"" if members == "malformed claims" else CLAIMS] * len(peers)
-        group_id = make_group_id(b"8 bytes!", 2 if members == "another step" else 1, peers, gathered)
+
+class NoPeerID:
+    def to_bytes(self) -> bytes:
+        return bytes(100)
+
+
+FALSE_LISTS = {
+    "without a member": lambda entries: {p: e for p, e in entries.items() if p not in MEMBERS},
+    "without its leader": lambda entries: {p: e for p, e in entries.items() if p != LEADER},
+    "an invented distance": lambda entries: (
+        entries
+        | {p: Claims(0.0, 64.0, asked_at=run_time()).pack() + e[-256:] for p, e in entries.items() if p in MEMBERS}
+    ),
+    "its own signature": lambda entries: (
+        entries | {p: sign(key_of(LEADER), b"", Claims(0.0, 64.0, asked_at=run_time()).pack()) for p in MEMBERS}
+    ),
+    "unsigned": lambda entries: dict.fromkeys(entries, CLAIMS),
+    "empty": lambda entries: dict.fromkeys(entries, b""),
+    "two exchanged": lambda entries: entries | {MEMBERS[0]: entries[MEMBERS[1]], MEMBERS[1]: entries[MEMBERS[0]]},
+    "of another step": lambda entries: entries | {LEADER: entry_of(LEADER, LEADER, step=2)},
+    "for another leader": lambda entries: entries | {LEADER: entry_of(LEADER, MEMBERS[0])},
+    "old": lambda entries: entries | {LEADER: entry_of(LEADER, LEADER, OLD)},
+    "invented members": lambda entries: entries | {p: entry_of(LEADER, LEADER) for p in INVENTED},
+    "a peer ID that is none": lambda entries: entries | {NoPeerID(): b""},
+}
+
+
+@pytest.mark.parametrize("kind", FALSE_LISTS)
+async def test_leader_of_a_false_group_leads_no_more(kind, monkeypatch, clock):
+    """Such leaders replaced the parameters of all members, or took most of each round."""
+    warnings: list[str] = []
+    monkeypatch.setattr(conduct.logger, "warning", warnings.append)
+    network, ids = make_network(4)
+    FalseLeader(network, ids[0], FALSE_LISTS[kind])
+    assert_one_group(await network.find(ids[1:], timeout=60.0), ids[1:])
+    for peer_id in ids[1:]:
+        assert not network.peers[peer_id].conduct.may_lead(ids[0])
+    assert [str(ids[0]) in warning for warning in warnings] == [True] * 3, "one line at each member"
+    step = next(step for step in range(2, 99) if min(ids, key=lambda peer_id: rank(step, peer_id)) == ids[0])
+    network.know(ids)
+    assert_one_group(await network.find(ids[1:], step), ids[1:])
+    assert len(warnings) == 3 and network.calls.count((ids[1], ids[0])) == 1
+    clock.now += conduct.LEAVE_OUT_SECONDS
+    assert network.peers[ids[1]].conduct.may_lead(ids[0])
+
+
+async def test_claims_cannot_be_used_again():
+    """A leader keeps what members have asked with, and lists them in a later attempt at the same step."""
+    network, ids = make_network(4)
+    leader = FalseLeader(network, ids[0], lambda entries: entries)
+    assert_one_group(await network.find(ids[1:]), ids)
+    kept = {peer_id: entry for peer_id, entry in leader.asked.items() if peer_id != ids[1]}
+    leader.change = lambda entries: entries | kept
+    network.know(ids)
+    _, search = network.search(ids[1])
+    await asyncio.sleep(1.0)
+    assert not network.peers[ids[1]].conduct.may_lead(ids[0])
+    search.cancel()
+
+
+async def test_groups_without_most_peers_are_not_joined():
+    """In a group of two, nothing bounds what the leader sends."""
+    network, ids = make_network(5)
+
+    async def answer(request, context):
+        pair = {context.remote_id: request.gather, ids[0]: entry_of(ids[0], ids[0], step=int(request.group_key))}
         yield averaging_pb2.MessageFromLeader(code=averaging_pb2.ACCEPTED)
         yield averaging_pb2.MessageFromLeader(
             code=averaging_pb2.BEGIN_ALLREDUCE,
-            group_id=group_id,
-            ordered_peer_ids=[peer.to_bytes() for peer in peers],
-            gathered=[OTHER_CLAIMS, *gathered[1:]] if members == "other claims" else gathered,
+            ordered_peer_ids=[peer_id.to_bytes() for peer_id in pair],
+            gathered=pair.values(),
         )
 
-    network.peers[ids[0]].rpc_join_group = lie
-    _, search = network.search(ids[1])
-    done, _ = await asyncio.wait({search}, timeout=1.0)
-    assert not done
+    network.peers[ids[0]].rpc_join_group = answer
+    steps = [step for step in range(1, 99) if min(ids, key=lambda peer_id: rank(step, peer_id)) == ids[0]]
+    for step, may_lead in zip(steps[:2], (True, False), strict=True):
+        network.know(ids)
+        assert_one_group(await network.find(ids[1:], step), ids[1:])
+        assert all(network.peers[peer_id].conduct.may_lead(ids[0]) == may_lead for peer_id in ids[1:])
+
+
+async def test_few_peers_form_a_group_once_the_others_do_not_come(clock):
+    """Three of five have died, and their reports are not old enough yet."""
+    network, ids = make_network(5)
+    network.down.update(ids[2:])
+    begun = clock.now
+    groups = await network.find(ids[:2], timeout=60.0)
+    assert_one_group(groups, ids[:2])
+    assert clock.now - begun >= PATIENCE + matchmaking.SMALL_SECONDS
+    assert all(network.peers[peer_id].conduct.may_lead(other) for peer_id in ids[:2] for other in ids)
+
+
+async def test_member_waits_until_it_has_read_the_report_of_a_newcomer():
+    """The leader has read it a moment before."""
+    network, ids = make_network(4)
+    newcomer = ids[3]
+    forget(network, newcomer, by=ids[1:3])
+    searches = [network.search(peer_id)[1] for peer_id in ids]
+    await asyncio.sleep(1.0)
+    assert [search.done() for search in searches] == [True, False, False, True], newcomer
+    network.know(ids)
+    assert_one_group(await asyncio.gather(*searches), ids)
+
+
+async def test_group_in_which_nobody_reduces_is_false():
+    """Shares of nobody made the round fail at all members, which lost their contributions."""
+    network, ids = make_network(3)
+    peer, claims = network.peers[ids[2]], Claims(0.0, asked_at=run_time())
+    entries = {peer_id: entry_of(peer_id, ids[0], claims) for peer_id in ids}
+    with pytest.raises(ValueError, match="nobody reduces"):
+        peer._known.check_list(entries, 1, ids[0], entries[ids[2]])

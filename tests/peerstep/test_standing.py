@@ -2,7 +2,7 @@
 
 import pytest
 
-from peerstep.matchmaking import Claims
+from peerstep.claims import Claims
 from peerstep.standing import Standing, divide
 
 NODE, CLIENT = 100.0, 0.0

@@ -43,7 +43,7 @@ FAKE_DHT = SimpleNamespace(
     peer_id="QmFake", pid=os.getpid(), is_alive=lambda: True, get_visible_maddrs=list, check_invitation=lambda: None,
     is_open=True, client_mode=False, store=lambda *_args, **_options: SimpleNamespace(result=lambda timeout: None),
 )  # fmt: skip
-FAKE_PEER = SimpleNamespace(dht=FAKE_DHT, public_key=b"key", run_id="run")
+FAKE_PEER = SimpleNamespace(dht=FAKE_DHT, public_key=b"key", private_key=None, run_id="run")
 
 
 def storing_peer(stored: dict, public_key: bytes = b"key") -> SimpleNamespace:

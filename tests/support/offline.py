@@ -41,7 +41,7 @@ class SilentDHT:
         pass
 
 
-PEER = SimpleNamespace(dht=SilentDHT(), public_key=SUBKEY, run_id="run")
+PEER = SimpleNamespace(dht=SilentDHT(), public_key=SUBKEY, private_key=None, run_id="run")
 
 
 class Rounds:

@@ -60,7 +60,7 @@ class Peer(Node):
         self.model = torch.nn.Module()
         self.model.weight = torch.nn.Parameter(parameters.clone())
         flags = {**SETTINGS, "client_mode": self.client_mode, "bandwidth": self.uplink * 8e-6, **flags}
-        peer = SimpleNamespace(dht=self, public_key=self.subkey, run_id="run")
+        peer = SimpleNamespace(dht=self, public_key=self.subkey, private_key=self.private_key, run_id="run")
         self.optimizer = build_trainers_optimizer(self.model, peer, BATCH, **flags)
         self.optimizer.grad_averager.allreduce_kwargs["part_size_bytes"] = PART_BYTES
         self.optimizer.on_round = self.rounds.append

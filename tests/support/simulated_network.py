@@ -5,7 +5,9 @@ the same records, which are neither signed nor validated. Seconds are simulated,
 """
 
 import asyncio
+import base64
 import contextvars
+import hashlib
 import math
 import random
 import threading
@@ -23,8 +25,10 @@ from hivemind.utils import MPFuture, MSGPackSerializer
 from hivemind.utils.crypto import RSAPublicKey
 from hivemind.utils.timed_storage import ValueWithExpiration
 
+from peerstep import known_peers
 from peerstep import uplink as uplink_module
 from peerstep.base import SafeAverager
+from peerstep.claims import SIGNATURE_BYTES
 from peerstep.matchmaking import StepMatchmaking
 from peerstep.records import RunValidator, signer_of
 from peerstep.state import TrainingStateAverager
@@ -32,6 +36,16 @@ from tests.support.simulated_time import EPOCH, SimulatedTime, owner
 
 LATENCY, DIAL_SECONDS, DHT_SECONDS = 0.05, 3.0, 0.1  # of a message, a dial in vain, a DHT request
 StepControl._trigger = None  # or `__del__` raises for a handle whose peer has ended while it was built
+
+
+class SimulatedKey:
+    """A private key whose signatures only the network can check: a real key takes 0.1 s, and is not the same again."""
+
+    def __init__(self, subkey: bytes):
+        self._secret = b"secret of " + subkey
+
+    def sign(self, content: bytes) -> bytes:
+        return base64.b64encode(hashlib.shake_256(self._secret + content).digest(SIGNATURE_BYTES))
 
 
 def make_subkey(rng: random.Random) -> bytes:
@@ -51,6 +65,7 @@ class Node:
         self.network, self.clock = network, clock
         self.uplink, self.downlink = uplink, math.inf
         self.subkey = make_subkey(network.rng)
+        self.private_key = SimulatedKey(self.subkey)
         self.peer_id, self.client_mode, self.is_open = signer_of(self.subkey), client, True
         self._client = self  # of the P2P object, which dials
         self.context = contextvars.copy_context()
@@ -215,6 +230,7 @@ class Network:
     def __enter__(self) -> "Network":
         self._patches.setattr(SafeAverager, "run_in_background", lambda averager, **_: self._host(averager))
         self._patches.setattr(StepControl, "attach", _attach_once)
+        self._patches.setattr(known_peers, "verify", self._verify)
         self._patches.setattr(uplink_module, "sent_bytes", lambda: {"wan": owner.get().sent_bytes})
         self._patches.setattr(TrainingStateAverager, "LEAST_RATE", 1.0)  # the links are as small as the models
         MPFuture()  # starts a thread of hivemind's that stays
@@ -226,6 +242,11 @@ class Network:
             node.kill()
         self.time.stop()
         self._patches.undo()
+
+    def _verify(self, public_key: bytes, scope: bytes, entry: bytes) -> bool:
+        packed, signature = entry[:-SIGNATURE_BYTES], base64.b64encode(entry[-SIGNATURE_BYTES:])
+        owner = next((node for node in self.nodes if node.subkey == public_key), None)
+        return owner is not None and owner.private_key.sign(scope + packed) == signature
 
     def _host(self, averager: SafeAverager) -> None:
         node = averager.dht

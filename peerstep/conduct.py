@@ -1,0 +1,85 @@
+"""How other peers have behaved in rounds: with whom this peer forms no group, and who leads none of its own."""
+
+from collections import Counter
+from collections.abc import Callable, Collection
+
+from hivemind.p2p import PeerID
+from hivemind.utils import TimedStorage, get_logger
+
+from peerstep.clock import run_time
+
+logger = get_logger(__name__)
+
+MAX_SILENCES, SPARE_SECONDS = 2, 600.0  # rounds after which a silent reducer gets no share, and for how long
+MAX_SMALL = 2  # consecutive groups without most peers after which their leader leads this peer no more
+LEAVE_OUT_SECONDS = 600.0  # for which it does not, as one that has formed a false group
+
+
+class Conduct:
+    """What this peer has seen itself. No other peer's word counts.
+
+    :param describe: names a peer in the log
+    """
+
+    def __init__(self, peer_id: PeerID, describe: Callable[[PeerID], str] = str):
+        self.peer_id, self.describe = peer_id, describe
+        self._banned: TimedStorage[PeerID, None] = TimedStorage()
+        self._silences: Counter[PeerID] = Counter()  # consecutive rounds in which a reducer answered nothing
+        self._silent: TimedStorage[PeerID, None] = TimedStorage()
+        self._small: Counter[PeerID] = Counter()  # consecutive groups of a leader that had too few peers
+        self._left_out: TimedStorage[PeerID, None] = TimedStorage()  # leaders of false groups
+
+    def ban(self, peer_id: PeerID, until: float) -> None:
+        """Form no group with a peer before `until` (`run_time`)."""
+        self._banned.store(peer_id, None, until)
+
+    def is_banned(self, peer_id: PeerID) -> bool:
+        return peer_id in self._banned
+
+    def may_lead(self, peer_id: PeerID) -> bool:
+        return not (peer_id in self._banned or peer_id in self._silent or peer_id in self._left_out)
+
+    @property
+    def silent(self) -> list[PeerID]:
+        """Reducers that have answered nothing, repeatedly."""
+        return [peer_id for peer_id, _ in self._silent.items()]
+
+    def leave_out(self, leader: PeerID, fault: str) -> None:
+        """Follow a leader no more for LEAVE_OUT_SECONDS. It may be a member."""
+        self._left_out.store(leader, None, run_time() + LEAVE_OUT_SECONDS)
+        minutes = LEAVE_OUT_SECONDS / 60
+        logger.warning(f"{self.describe(leader)} {fault}: it leads no round of this peer for {minutes:.0f} minutes")
+
+    def record_group(self, leader: PeerID, size: int, is_small: bool) -> None:
+        """Record a group that a leader has formed, which may lack most peers."""
+        self._small[leader] = self._small[leader] + 1 if is_small else 0
+        if self._small[leader] >= MAX_SMALL:
+            self.leave_out(leader, f"formed a group of {size} without most others, {MAX_SMALL} times")
+        self._small += Counter()  # drops those of 0
+
+    def record_round(
+        self,
+        leader: PeerID,
+        members: Collection[PeerID],
+        *,
+        silent: Collection[PeerID],
+        confirming: Collection[PeerID],
+        refusing: Collection[PeerID],
+    ) -> None:
+        """Record the reducers of a round that have answered nothing.
+
+        For a while, this peer does not follow those that were silent repeatedly, and says so in its claims. Silence
+        counts only if half of the other members confirm the group: a leader may tell each one of another group.
+
+        :param confirming, refusing: members that have sent something in this group, and that do not know it
+        """
+        others = set(members) - {self.peer_id, leader}
+        if leader in confirming and len(others) > 1 and 2 * len(others.intersection(refusing)) > len(others):
+            self.leave_out(leader, f"formed a group of {len(members)} that most of them do not know")
+        if leader != self.peer_id and 2 * len(others.intersection(confirming)) < len(others):
+            return
+        for peer_id in members:
+            self._silences[peer_id] = self._silences[peer_id] + 1 if peer_id in silent else 0
+            if self._silences[peer_id] >= MAX_SILENCES:
+                self._silent.store(peer_id, None, run_time() + SPARE_SECONDS)
+        self._silences += Counter()
