@@ -10,7 +10,6 @@ import socket
 import tarfile
 import tempfile
 import time
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,16 +43,11 @@ from cotrain.monitoring.aggregation import MetricsAggregator
 from cotrain.monitoring.contributors import Contributors
 from cotrain.peer.run_config import RunConfig, check_safe, choose, refuse_differences
 from peerstep.bounds import MIN_WEIGHT, Bounds, ViolationError
+from peerstep.claims import SIGNATURE_BYTES, Claims, deal, parse_claims
 from peerstep.compression import COMPRESSIONS
 from peerstep.history import MAX_STEP, NUM_MARKS, add_mark, parse_marks
-from peerstep.matchmaking import (
-    MAX_HELD_REQUESTS,
-    Claims,
-    StepMatchmaking,
-    make_group_id,
-    parse_claims,
-    parse_step,
-)
+from peerstep.known_peers import MAX_HELD_REQUESTS, parse_list
+from peerstep.matchmaking import StepMatchmaking, parse_step
 from peerstep.node import DHTProtocol, bucket_of
 from peerstep.progress_record import PeerProgress, parse_progress
 from peerstep.records import peer_id_of
@@ -233,18 +227,20 @@ def matchmaking() -> StepMatchmaking:
 
 @fuzz(200)
 def test_groups(draw):
-    claims = draw(damaged(Claims(100.0, 1.0, True).pack()))
-    parsed = bounded(parse_claims, claims)
+    packed = draw(damaged(Claims(100.0, 1.0, True, 5.0, (bytes(8),)).pack()))
+    parsed = bounded(parse_claims, packed)
     assert parsed is None or (0 <= parsed.bandwidth <= 1e9 and 0 <= parsed.distance <= 1e6)
+    claims = packed + bytes(SIGNATURE_BYTES)
     other = draw(damaged(b"\x12\x20" + bytes(32)))
     members = draw(altered([PEER.to_bytes(), other], most=1))
-    message = build(averaging_pb2.MessageFromLeader, ordered_peer_ids=members, gathered=[claims] * 2, group_id=b"id")
-    if message is not None:
-        with suppress(ValueError):  # for members without a possible peer ID, an ID that does not fit
-            ids = [PeerID(member) for member in message.ordered_peer_ids]
-            message.group_id = make_group_id(b"8 bytes!", 1, ids, message.gathered)
-        group = bounded(matchmaking()._parse_group, message, 1, refusals=())
-        assert group is None or (PEER in group.peer_ids and parsed is not None)
+    message = build(averaging_pb2.MessageFromLeader, ordered_peer_ids=members, gathered=[claims] * 2)
+    entries = None if message is None else bounded(parse_list, message)
+    if entries is not None:
+        assert len(entries) == len(message.ordered_peer_ids)
+        bounded(matchmaking()._known.check_list, entries, 1, PEER, claims)
+    if entries and parsed is not None and parsed.bandwidth > 0:
+        (group,) = deal(1, dict.fromkeys(entries, parsed), None)
+        assert set(group.peer_ids) == entries.keys()
     key = draw(st.one_of(st.just("17"), st.text(), st.sampled_from(["run.0b1", "1" * 19])))
     number = bounded(parse_step, key, refusals=())
     assert number is None or 0 <= number < 2**62
@@ -253,7 +249,7 @@ def test_groups(draw):
     asked = matchmaking()
     asked.finished_step = draw(st.sampled_from([-1, 16, 17, 2**62]))
     asked._requests = dict.fromkeys(range(draw(st.sampled_from([0, MAX_HELD_REQUESTS]))))
-    asked.ban(PeerID(b"banned"), time.time() + 60)
+    asked.conduct.ban(PeerID(b"banned"), time.time() + 60)
     accepts = bounded(asked._refuse, request, PeerID(peer), refusals=()) is None
     is_asked = number is not None and number > asked.finished_step and not asked._requests
     assert accepts == (is_asked and parsed is not None and (schema, peer) == (b"schema", b"other"))

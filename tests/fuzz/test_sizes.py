@@ -24,8 +24,9 @@ from cotrain.admission.admission import Admission
 from cotrain.admission.revocations import Revocations
 from cotrain.dht.run_records import make_validators
 from cotrain.peer.run_config import choose
+from peerstep.claims import SIGNATURE_BYTES, Claims
 from peerstep.history import parse_marks
-from peerstep.matchmaking import Claims, make_group_id
+from peerstep.known_peers import parse_list
 from peerstep.progress_record import parse_progress
 from peerstep.state_download import StateDownload, rank_donors
 from peerstep.wire import TensorAssembler
@@ -70,8 +71,11 @@ def loads(parse: Callable) -> Callable:
     return lambda content: parse(MSGPackSerializer.loads(content))
 
 
+ENTRY = Claims(1.0).pack() + bytes(SIGNATURE_BYTES)
+
+
 def make_join() -> bytes:
-    request = averaging_pb2.JoinRequest(schema_hash=b"schema", gather=Claims(1.0).pack(), group_key="17")
+    request = averaging_pb2.JoinRequest(schema_hash=b"schema", gather=ENTRY, group_key="17")
     return request.SerializeToString()
 
 
@@ -82,14 +86,13 @@ def join(content: bytes) -> bytes:
 
 
 def make_group() -> bytes:
-    members, gathered = [PEER, PeerID(b"\x12\x20" + bytes(32))], [Claims(1.0).pack()] * 2
-    ids, group_id = [member.to_bytes() for member in members], make_group_id(b"8 bytes!", 1, members, gathered)
-    message = averaging_pb2.MessageFromLeader(group_id=group_id, ordered_peer_ids=ids, gathered=gathered)
+    ids = [PEER.to_bytes(), b"\x12\x20" + bytes(32)]
+    message = averaging_pb2.MessageFromLeader(ordered_peer_ids=ids, gathered=[ENTRY] * 2)
     return message.SerializeToString()
 
 
 def read_group(content: bytes) -> object:
-    return matchmaking()._parse_group(averaging_pb2.MessageFromLeader.FromString(content), 1)
+    return parse_list(averaging_pb2.MessageFromLeader.FromString(content))
 
 
 def make_record() -> DHTRecord:

@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 from hivemind.compression import deserialize_torch_tensor, serialize_torch_tensor
@@ -22,14 +23,18 @@ from peerstep import optimizer, rounds
 from peerstep.accumulators import GradientAccumulator
 from peerstep.allreduce import AllReduce
 from peerstep.bounds import Bounds
+from peerstep.claims import MAX_BANDWIDTH, Claims
 from peerstep.clock import run_time
 from peerstep.coordinator import RoundCoordinator
+from peerstep.known_peers import KnownPeers
 from peerstep.local_updates import LocalTraining
-from peerstep.matchmaking import MAX_BANDWIDTH, Claims, StepMatchmaking, parse_claims
+from peerstep.matchmaking import StepMatchmaking
 from peerstep.progress import ProgressTracker
 from peerstep.progress_record import MAX_SAMPLES, PeerProgress
 from peerstep.reducer import Reducer
+from peerstep.rounds import RoundAverager
 from peerstep.state import TrainingStateAverager
+from tests.support.false_leader import FalseLeader
 
 LARGE = 1e9
 
@@ -56,7 +61,7 @@ def send_nan() -> None:
 
 def claim_everything() -> None:
     """Claim the largest bandwidth, rate and number of samples, and the largest weight in the round."""
-    wrap(Claims, "pack", lambda pack, self: pack(Claims(MAX_BANDWIDTH)))
+    wrap(Claims, "pack", lambda pack, self: pack(replace(self, bandwidth=MAX_BANDWIDTH)))
     most = {"samples_accumulated": MAX_SAMPLES, "contributed": MAX_SAMPLES, "samples_per_second": float(MAX_SAMPLES)}
     wrap(PeerProgress, "to_record", lambda to_record, self: to_record(self) | most)
     wrap(rounds, "cut_tensors", lambda cut, *args, **options: cut(*args[:7], LARGE, **options))
@@ -105,24 +110,51 @@ def lead_nowhere() -> None:
     StepMatchmaking._joined = lambda self, search: {}
 
 
-def lead_apart() -> None:
-    """As a leader, tell each member other claims."""
+class _LoudLeader(FalseLeader):
+    def assemble(self, search, joined) -> None:
+        super().assemble(search, joined)
+        print(f"LED step {search.control.step}", flush=True)
 
-    async def answer(rpc, self, request, context):
-        async for message in rpc(self, request, context):
-            if message.code == averaging_pb2.BEGIN_ALLREDUCE:
-                message.gathered[0] = replace(
-                    parse_claims(message.gathered[0]), bandwidth=random.uniform(1.0, 100.0)
-                ).pack()
+
+def lead_falsely(kind: str) -> None:
+    """As a leader, form false groups of a kind, see false_leader.py."""
+
+    def run_round(run, self, control):
+        if not hasattr(self, "false_leader"):
+            self.false_leader = _LoudLeader(self, self._matchmaking, kind)
+        return run(self, control)
+
+    async def answer_part(answer, self, stream, sender):
+        def handle(stream, context):
+            return answer(self, stream, context.remote_id)
+
+        leader = getattr(self, "false_leader", None)
+        handler = handle if leader is None else leader.wrap(handle)
+        async for message in handler(stream, SimpleNamespace(remote_id=sender)):
             yield message
 
-    wrap(StepMatchmaking, "rpc_join_group", answer)
-    StepMatchmaking._choose_leader = lambda self, search: self.peer_id
+    wrap(RoundAverager, "_run_round", run_round)
+    wrap(RoundAverager, "_answer_part", answer_part)
+
+
+def lead_takeover() -> None:
+    """As a leader, claim that each member lacks updates, in a group of two."""
+    lead_falsely("false claims")
+
+
+def lead_pairs() -> None:
+    """As a leader, form groups of two."""
+    lead_falsely("groups of two")
+
+
+def lead_apart() -> None:
+    """As a leader, form another group for each member."""
+    lead_falsely("separate groups")
 
 
 def malform_claims() -> None:
     """Join with claims that no member can read."""
-    wrap(Claims, "pack", lambda pack, self: random.choice([b"", b"\xc1", os.urandom(1000)]))
+    wrap(KnownPeers, "sign", lambda sign, self, *args: random.choice([b"", b"\xc1", os.urandom(700)]))
 
 
 async def count(stream) -> int:
@@ -198,7 +230,7 @@ def report_false_steps() -> None:
 ATTACKS = {
     attack.__name__: attack
     for attack in (
-        send_nan, claim_everything, send_large, answer_two_faced, stay_silent, lead_nowhere, lead_apart,
-        malform_claims, offer_false_state, report_false_steps, flood_requests, offer_false_statistics,
+        send_nan, claim_everything, send_large, answer_two_faced, stay_silent, lead_nowhere, lead_apart, lead_pairs,
+        malform_claims, offer_false_state, report_false_steps, flood_requests, offer_false_statistics, lead_takeover,
     )
 }  # fmt: skip
