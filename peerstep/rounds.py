@@ -36,7 +36,7 @@ from peerstep.claims import Claims, parse_claims
 from peerstep.clock import run_time
 from peerstep.matchmaking import RosterEntry, RoundControl, StepMatchmaking
 from peerstep.progress_record import PROTOCOL
-from peerstep.reducer import Delivery
+from peerstep.reducer import Delivery, Part
 from peerstep.standing import Standing, divide
 from peerstep.uplink import UplinkMeter
 
@@ -277,22 +277,12 @@ class RoundAverager(SafeAverager):
         standing = Standing([parse_claims(gathered) for gathered in group.gathered])
         weight = 0.0 if standing.lacking[own] else control.weight
         shares = divide([claims.bandwidth for claims in standing.claims])
-        given = standing.shares_to_give(shares)
-        turn = int.from_bytes(group.group_id, "big")
-        cut = partial(cut_tensors, options["compression"], options["part_size_bytes"], turn)
-        cuts = [cut(TensorRole.GRADIENT, self.gradients, self.gradients, shares, weight)]
-        cut_parameters = partial(cut, TensorRole.PARAMETER, self.parameters, self.averaged_parameters)
-        if self.includes_parameters(control.step) or (any(standing.lacking) and not any(given)):
-            cuts.append(cut_parameters(shares, float(standing.trusted[own])))
-        elif any(given):
-            takers = {peer_id for peer_id, lacks in zip(group.peer_ids, standing.lacking, strict=True) if lacks}
-            cuts.append(cut_parameters(given, takers=takers))
         takes_parameters = self.includes_parameters(control.step) or standing.lacking[own]
         pace = self.bandwidth * 125_000 * (1.0 if shares[own] else QUIET_FRACTION)
         runner = AllReduce(
             peer_id=self.peer_id,
             group_id=group.group_id,
-            parts={peer_id: list(chain(*of_peer)) for peer_id, *of_peer in zip(group.peer_ids, *cuts, strict=True)},
+            parts=self._cut(control.step, group, standing, shares, weight),
             get_stub=lambda peer_id: self.get_stub(self._p2p, peer_id, namespace=self.prefix),
             bounds=self._make_bounds(weight, standing.distances[own], standing.trusted[own]),
             sender_timeout=options["sender_timeout"],
@@ -340,6 +330,22 @@ class RoundAverager(SafeAverager):
             silent=runner.silent_reducers(),
             is_far=takes_parameters and runner.is_far,
         )
+
+    def _cut(
+        self, step: int, group: GroupInfo, standing: Standing, shares: Sequence[int], weight: float
+    ) -> dict[PeerID, list[Part]]:
+        """Cut gradients, and parameters if the round has some, into the parts that each member reduces or gives."""
+        compression, size = self.allreduce_kwargs["compression"], self.allreduce_kwargs["part_size_bytes"]
+        cut = partial(cut_tensors, compression, size, int.from_bytes(group.group_id, "big"))
+        cuts = [cut(TensorRole.GRADIENT, self.gradients, self.gradients, shares, weight)]
+        cut_parameters = partial(cut, TensorRole.PARAMETER, self.parameters, self.averaged_parameters)
+        given = standing.shares_to_give(shares)
+        if self.includes_parameters(step) or (any(standing.lacking) and not any(given)):
+            cuts.append(cut_parameters(shares, float(standing.trusted[group.peer_ids.index(self.peer_id)])))
+        elif any(given):
+            takers = {peer_id for peer_id, lacks in zip(group.peer_ids, standing.lacking, strict=True) if lacks}
+            cuts.append(cut_parameters(given, takers=takers))
+        return {peer_id: list(chain(*of_peer)) for peer_id, *of_peer in zip(group.peer_ids, *cuts, strict=True)}
 
     def _make_bounds(self, weight: float, distance: float, counts: bool) -> Bounds:
         """Return the bounds for a round.

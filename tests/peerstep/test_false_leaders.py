@@ -47,6 +47,7 @@ def measure(scenario: Scenario, honest: list[Peer]) -> tuple[float, float]:
 def distance_without(seconds: float) -> float:
     with Scenario(7, factor=40.0, target_batch_size=80) as scenario:
         honest, _ = train(scenario, None, 0, seconds)
+        assert not any("leads no round" in line for peer in honest for line in peer.log), scenario.describe()
         return measure(scenario, honest)[0]
 
 

@@ -10,12 +10,17 @@ from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize tha
 import pytest
 import torch
 from hivemind.averaging.control import AveragingStage
+from hivemind.p2p import PeerID
 from hivemind.proto.averaging_pb2 import AVERAGED_PART, BAD_GROUP_ID, AveragingData
 from hivemind.utils import MPFuture
 from hivemind.utils.asyncio import as_aiter
 
 from peerstep.base import SafeAverager
+from peerstep.claims import Claims, deal
+from peerstep.compression import COMPRESSIONS
+from peerstep.conduct import Conduct
 from peerstep.rounds import RoundAverager
+from tests.support.false_leader import FalseLeader
 from tests.support.peers import Script, wait_until
 
 
@@ -168,3 +173,40 @@ async def test_stream_is_closed_by_the_caller_and_not_at_once_by_the_one_that_an
     """If the answering peer closes the stream first, libp2p's daemon may discard data that it has not delivered."""
     assert not await LateAverager().ends_by_itself(SafeAverager.LINGER_SECONDS - 1.0)
     assert await LateAverager().ends_by_itself(SafeAverager.LINGER_SECONDS + 1.0)
+
+
+# What the claims of the others do to a member
+
+
+VICTIM, EVIL = (PeerID(b"\x12\x20" + bytes([number] * 32)) for number in range(2))
+
+
+def build_averager(peer_id: PeerID) -> RoundAverager:
+    """Build an averager without its process."""
+    torch.manual_seed(0)
+    compressions = {f"{name}_compression": COMPRESSIONS["float16"]() for name in ("gradient", "parameter")}
+    return RoundAverager(
+        [torch.randn(4000)],
+        dht=SimpleNamespace(peer_id=peer_id, client_mode=False, is_open=True), prefix="run_round_averager",
+        private_key=None, average_parameters_every=8, max_weight=4096.0, learning_rate=1e-3, target_group_size=256,
+        min_matchmaking_time=5.0, allreduce_timeout=60.0, next_chunk_timeout=15.0, **compressions,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("distance", "takes"), [(0.0, False), (1.0, False), (2000.0, True)])
+async def test_only_who_claims_to_lack_updates_takes_parameters_in_other_rounds(offline, clock, distance, takes):
+    """The other member is the only reducer, and claims that it lacks a thousand updates itself."""
+    averager, claims = build_averager(VICTIM), {VICTIM: Claims(0.0, distance), EVIL: Claims(20.0, 1000.0)}
+    averager._p2p, averager._matchmaking = None, SimpleNamespace(conduct=Conduct(VICTIM))
+    (group,) = deal(3, claims, None)
+    leader = FalseLeader(build_averager(EVIL), SimpleNamespace(peer_id=EVIL), "groups of two")
+    leader._groups[group.group_id] = 3, group
+
+    async def answer(stream):
+        return leader.answer(await anext(stream), VICTIM)
+
+    averager.get_stub = lambda *_args, **_options: SimpleNamespace(rpc_aggregate_part=answer)
+    control, begins = SimpleNamespace(step=3, weight=64.0), asyncio.get_running_loop().create_future()
+    result = await averager._average_in_group(control, group, EVIL, begins)
+    assert (result.received_parameters is not None) == takes
+    assert not result.is_far or takes

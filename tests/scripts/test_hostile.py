@@ -5,6 +5,7 @@ import time
 
 import pytest
 from hivemind.utils.crypto import RSAPrivateKey
+from safetensors.torch import load_file
 
 from cotrain.training.checkpoints import list_checkpoints
 from tests.support.attacks import ATTACKS
@@ -169,3 +170,27 @@ def test_no_attack_stops_the_honest_trainers(scripts, is_invited):
     run = Run(scripts, RSAPrivateKey() if is_invited else None)
     for name in ["stay_silent", "answer_two_faced"] if is_invited else ["streams", *ATTACKS]:
         attack(run, name)
+
+
+def norm_of_newest_checkpoint(run: Run) -> float:
+    path = list_checkpoints(run.scripts.folder / "monitor")[-1]
+    return sum(float(tensor.norm()) ** 2 for tensor in load_file(path / "model.safetensors").values()) ** 0.5
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("is_invited", [False, True], ids=["open", "invited"])
+def test_false_leader_changes_no_model_and_is_named(scripts, is_invited):
+    """In one step that it led, the parameters of all trainers became its own times -3, and the monitor saved them."""
+    run = Run(scripts, RSAPrivateKey() if is_invited else None)
+    wait_until(lambda: list_checkpoints(scripts.folder / "monitor"), 120, "a checkpoint")
+    before = norm_of_newest_checkpoint(run)
+    attacker = start_member(run, "lead_takeover")
+    try:
+        attacker.wait_for("LED step")
+        for trainer in run.trainers:
+            trainer.wait_for(rf"{attacker.peer_id}\W* formed a false group")
+            assert ("'alice' (" in trainer.output) == is_invited, trainer.output
+        run.check(attacker)
+    finally:
+        attacker.kill_all()
+    assert before / 1.2 < norm_of_newest_checkpoint(run) < 1.2 * before

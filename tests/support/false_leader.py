@@ -3,15 +3,12 @@
 import itertools
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
-from functools import partial
 
 import torch
 from hivemind.averaging.group_info import GroupInfo
-from hivemind.compression import TensorRole
 from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2
 
-from peerstep.allreduce import cut_tensors
 from peerstep.claims import SIGNATURE_BYTES, Claims, deal, parse_claims
 from peerstep.matchmaking import Search, StepMatchmaking
 from peerstep.reducer import answers_to
@@ -73,17 +70,8 @@ class FalseLeader:
         (step, group), averager = self._groups[request.group_id], self.averager
         standing = Standing([parse_claims(gathered) for gathered in group.gathered])
         shares = divide([claims.bandwidth for claims in standing.claims])
-        given, options = standing.shares_to_give(shares), averager.allreduce_kwargs
-        turn = int.from_bytes(group.group_id, "big")
-        cut = partial(cut_tensors, options["compression"], options["part_size_bytes"], turn)
-        cuts = [cut(TensorRole.GRADIENT, averager.gradients, averager.gradients, shares)]
-        parameters = partial(cut, TensorRole.PARAMETER, averager.parameters, averager.averaged_parameters)
-        if averager.includes_parameters(step):
-            cuts.append(parameters(shares))
-        elif any(given):
-            cuts.append(parameters(given, takers={sender}))
-        index = group.peer_ids.index(self.matchmaking.peer_id)
-        for _, part in answers_to(sender, [part for of_role in cuts for part in of_role[index]]):
+        parts = averager._cut(step, group, standing, shares, 0.0)[self.matchmaking.peer_id]
+        for _, part in answers_to(sender, parts):
             values = torch.full_like(part.own, 10.0) if part.is_gradient else part.own * self.factor
             yield averaging_pb2.AveragingData(code=averaging_pb2.AVERAGED_PART, tensor_part=part.compress(values))
 
