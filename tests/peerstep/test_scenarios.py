@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 import pytest
 
-from peerstep import matchmaking, optimizer, rounds, uplink
+from peerstep import known_peers, optimizer, rounds, uplink
 from peerstep.history import MAX_DIFFERENT, different_marks
 from tests.support import simulated_network
 from tests.support.scenario import BATCH, Peer, Scenario
@@ -102,7 +102,7 @@ def test_trainer_that_nobody_reached_for_a_long_time_returns():
         others, lone = add_trainers(scenario, 3), scenario.add(speed=1.5)
         scenario.reach(2)
         scenario.cut(lone, *others)
-        scenario.wait(matchmaking.KNOWN_SECONDS + 60.0)
+        scenario.wait(known_peers.KNOWN_SECONDS + 60.0)
         scenario.heal()
         since = len(lone.rounds)
         scenario.wait_until(lambda: "averaged" in lone.outcomes()[since:], 40.0)
