@@ -65,7 +65,7 @@ class Node:
         self.network, self.clock = network, clock
         self.uplink, self.downlink = uplink, math.inf
         self.subkey = make_subkey(network.rng)
-        self.private_key = SimulatedKey(self.subkey)
+        self.private_key = network.private_keys[self.subkey] = SimulatedKey(self.subkey)
         self.peer_id, self.client_mode, self.is_open = signer_of(self.subkey), client, True
         self._client = self  # of the P2P object, which dials
         self.context = contextvars.copy_context()
@@ -222,6 +222,7 @@ class Network:
     def __init__(self, seed: int, factor: float):
         self.rng, self.time = random.Random(seed), SimulatedTime(factor)
         self.nodes: list[Node] = []
+        self.private_keys: dict[bytes, SimulatedKey] = {}  # by subkey
         self._sides: list[set[Node]] = []  # of a partition; nodes in none of them are another side
         self._cuts: set[frozenset[Node]] = set()
         self._records: dict[int, dict[str, dict[bytes, ValueWithExpiration]]] = {-1: {}}  # side -> key -> subkey
@@ -245,8 +246,7 @@ class Network:
 
     def _verify(self, public_key: bytes, scope: bytes, entry: bytes) -> bool:
         packed, signature = entry[:-SIGNATURE_BYTES], base64.b64encode(entry[-SIGNATURE_BYTES:])
-        owner = next((node for node in self.nodes if node.subkey == public_key), None)
-        return owner is not None and owner.private_key.sign(scope + packed) == signature
+        return self.private_keys[public_key].sign(scope + packed) == signature
 
     def _host(self, averager: SafeAverager) -> None:
         node = averager.dht
