@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
@@ -127,6 +127,8 @@ class StepMatchmaking(Matchmaking):
         self.finished_step = -1  # newest step for which this peer searches no group any more
         self.missed: dict[PeerID, str] = {}  # peers of the roster that are not in the last group, and why
         self._absences: Counter[PeerID] = Counter()  # consecutive rounds that a peer has missed
+        # Those of the newest groups; who returns, as after a partition, is not missed before it was in one
+        self._lists: deque[Collection[PeerID]] = deque(maxlen=MAX_ABSENCES)
         self._requests: dict[PeerID, _Request] = {}
         self._search: Search | None = None
 
@@ -179,6 +181,7 @@ class StepMatchmaking(Matchmaking):
         reasons |= {peer_id: "banned" for peer_id in missed if self.conduct.is_banned(peer_id)}
         self.missed = {peer_id: reasons.get(peer_id, "did not ask to join") for peer_id in missed}
         self._absences.update(missed)
+        self._lists.append(search.listed)
         for peer_id in search.listed:
             self._absences.pop(peer_id, None)
 
@@ -225,7 +228,7 @@ class StepMatchmaking(Matchmaking):
         """
         if search.seconds_due() >= self.min_matchmaking_time + SMALL_SECONDS + margin:
             return True
-        expected = self._expected(search)
+        expected = self._expected(search) & set[PeerID]().union(*self._lists)
         return 3 * (1 + len(expected.intersection(peer_ids))) >= LEAST_THIRDS * (1 + len(expected))
 
     def _joined(self, search: Search) -> dict[PeerID, _Request]:

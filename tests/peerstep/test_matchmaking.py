@@ -624,6 +624,7 @@ async def test_claims_cannot_be_used_again():
 async def test_groups_without_most_peers_are_not_joined():
     """In a group of two, nothing bounds what the leader sends."""
     network, ids = make_network(5)
+    assert_one_group(await network.find(ids, 100), ids)
 
     async def answer(request, context):
         pair = {context.remote_id: request.gather, ids[0]: entry_of(ids[0], ids[0], step=int(request.group_key))}
@@ -645,11 +646,21 @@ async def test_groups_without_most_peers_are_not_joined():
 async def test_few_peers_form_a_group_once_the_others_do_not_come(clock):
     """Three of five have died, and their reports are not old enough yet."""
     network, ids = make_network(5)
-    network.down.update(ids[2:])
+    assert_one_group(await network.find(ids, 100), ids)
     begun = clock.now
     groups = await network.find(ids[:2], timeout=60.0)
     assert_one_group(groups, ids[:2])
     assert clock.now - begun >= PATIENCE + matchmaking.SMALL_SECONDS
+    assert all(network.peers[peer_id].conduct.may_lead(other) for peer_id in ids[:2] for other in ids)
+
+
+async def test_peers_that_return_are_not_missed():
+    """As after a partition, whose sides see each other's reports before they are in rounds together."""
+    network, ids = make_network(4)
+    assert_one_group(await network.find(ids[:2], 100), ids[:2])
+    network.know(ids)
+    network.down.update(ids[2:])
+    assert_one_group(await network.find(ids[:2], 101), ids[:2])
     assert all(network.peers[peer_id].conduct.may_lead(other) for peer_id in ids[:2] for other in ids)
 
 
