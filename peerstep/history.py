@@ -5,6 +5,8 @@ report, state and checkpoint carries the newest marks.
 """
 
 import itertools
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 MAX_STEP = 2**31 - 1  # more global steps than any run makes
@@ -48,6 +50,18 @@ def different_marks(own: Marks, other: Marks) -> list[tuple[str, str]] | None:
     return [pair for pair in common if pair[0] != pair[1]] if common else None
 
 
+def is_forked(own: Marks, other: Marks) -> bool:
+    """Whether two histories differ in more than MAX_DIFFERENT marks. Those that do not are averaged: one side."""
+    return len(different_marks(own, other) or ()) > MAX_DIFFERENT
+
+
+def common_marks(histories: Iterable[Marks]) -> Marks:
+    """Return the newest marks of a side: for each step the one that most of its trainers have."""
+    found = Counter(itertools.chain.from_iterable(histories))
+    by_step = dict(mark for mark, _ in reversed(found.most_common()))
+    return tuple(sorted(by_step.items()))[-NUM_MARKS:]
+
+
 @dataclass(frozen=True)
 class Position:
     """Where a trainer is."""
@@ -57,7 +71,7 @@ class Position:
 
     def is_apart_from(self, other: "Position") -> bool:
         """Whether the steps differ by more than one, or the marks by more than MAX_DIFFERENT."""
-        return abs(self.step - other.step) > 1 or len(different_marks(self.marks, other.marks) or ()) > MAX_DIFFERENT
+        return abs(self.step - other.step) > 1 or is_forked(self.marks, other.marks)
 
 
 @dataclass(frozen=True)

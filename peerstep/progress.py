@@ -19,7 +19,7 @@ from hivemind.p2p import PeerID
 from hivemind.utils import MPFuture, PerformanceEMA, get_logger
 
 from peerstep.clock import run_time
-from peerstep.history import MAX_DIFFERENT, Side, different_marks
+from peerstep.history import Side, is_forked
 from peerstep.matchmaking import POLL_SECONDS, RosterEntry
 from peerstep.neighbours import cap_weights
 from peerstep.progress_record import PROTOCOL, PeerProgress, parse_progress
@@ -217,7 +217,7 @@ class ProgressTracker(threading.Thread):
     def agreed_step(self) -> int:
         """Newest step that at least half of the other live trainers of this history have completed; 0 without any."""
         own = self.local_progress.marks
-        others = [p for p in self._present if len(different_marks(own, p.marks) or ()) <= MAX_DIFFERENT]
+        others = [p for p in self._present if not is_forked(own, p.marks)]
         steps = sorted((progress.completed for progress in others), reverse=True)
         return steps[(len(steps) + 1) // 2 - 1] if steps else 0
 

@@ -1,8 +1,11 @@
 """Training state of a peer: apply updates, offer the state to other peers, download and restore a state."""
 
 import asyncio
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+import math
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
@@ -19,7 +22,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from peerstep.base import SafeAverager
 from peerstep.history import Marks
 from peerstep.records import store_record
-from peerstep.state_download import StateDownload
+from peerstep.state_digest import Digest, fold
+from peerstep.state_download import StateDownload, describe
 from peerstep.state_layout import StateLayout, read_position
 from peerstep.stored_messages import StoredMessages
 
@@ -37,6 +41,11 @@ def set_schedule(scheduler: LambdaLR, step: int) -> None:
     for group, learning_rate in zip(scheduler.optimizer.param_groups, learning_rates, strict=True):
         group["lr"] = learning_rate
     scheduler.last_epoch, scheduler._step_count, scheduler._last_lr = step, step + 1, learning_rates
+
+
+async def _parse_all(messages: Iterable[bytes]) -> AsyncIterator[averaging_pb2.DownloadData]:
+    for message in messages:
+        yield averaging_pb2.DownloadData.FromString(message)
 
 
 class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
@@ -63,7 +72,11 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     MAX_UPLOADS, MAX_UPLOADS_OF_ALL = 2, 16  # at the same time, of a peer and of all
     LEAST_RATE, READER_GRACE = 25_000.0, 60.0  # bytes per second that a reader must take, after a grace period
     BUSY_RATE = 100_000.0  # the same while more than half of the places are taken
-    MAX_COMPARISONS, MAX_COMPARISONS_OF_ALL = 8, 100  # answers in a second, to a peer and to all
+    KEEPALIVE_SECONDS, MAX_COPY_SECONDS = 10.0, 600.0  # of a reader that waits for a copy
+    # A new copy is made in COPY_SHARE of the time, and at any time if the one before took less than FREE_COPY_SECONDS.
+    COPY_SHARE, FREE_COPY_SECONDS = 0.05, 0.25
+    # Digests are computed in DIGEST_SHARE of the time of one core. A peer waits for one at a time, this long.
+    DIGEST_SHARE, MAX_TURN_SECONDS = 0.25, 25.0
 
     def __init__(
         self,
@@ -80,10 +93,14 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         self.credible_step = credible_step
         self.applied_step = 0
         self.marks: Marks = ()  # of the history of the parameters
+        self.must_agree = False  # whether a download without most trainers' consent is none: it is to be published
         self._copy: StoredMessages | None = None  # see copy_state
+        self._copy_lock, self._is_copy_outdated = threading.Lock(), False
+        self._next_copy_at, self._num_restored = 0.0, 0  # time.monotonic
         self._downloads: set = set()  # tasks, in the averager's process
         self._uploads: Counter[PeerID] = Counter()  # in the averager's process
-        self._comparisons: deque[tuple[PeerID, float]] = deque(maxlen=self.MAX_COMPARISONS_OF_ALL)  # times, too
+        self._comparing: set[PeerID] = set()  # peers that wait for a digest, in the averager's process
+        self._next_digest_at = self._digest_seconds = 0.0
         super().__init__(*args, **kwargs)
 
     def _init_components(self, *args) -> tuple:
@@ -123,6 +140,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         with self._changing_to(position.step):
             self.layout.copy_from(tensors)
             self.local_epoch, self.marks = position.step, position.marks
+            self._copy, self._num_restored = None, self._num_restored + 1  # it may be of another history
         if self.offload_optimizer:
             self._apply_optimizer_parameters_()
 
@@ -137,9 +155,11 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
 
     @contextmanager
     def _changing_to(self, step: int) -> Iterator[None]:
-        """Drop the copy of the state, and change the state to that of a step, while no other thread reads it."""
+        """Change the state to that of a step, while no other thread reads it."""
         with self.lock_optimizer, self.lock_averaged_tensors, torch.no_grad():
-            self._copy = None
+            self._is_copy_outdated = True
+            if time.monotonic() >= self._next_copy_at:
+                self._copy = None
             yield
             self._set_schedule(step)
             self.applied_step = step
@@ -181,15 +201,26 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
             yield metadata, [tensor.detach().cpu() for tensor in self.layout.tensors()]
 
     def copy_state(self) -> StoredMessages:
-        """Return the messages of a download. Downloads share them until the state changes.
+        """Return the messages of a download, all of one step. Downloads share them.
 
         They are on the disk: with a model of 1 billion parameters and float16 they have 6 GB. hivemind sends the live
-        tensors: a long download would mix two steps.
+        tensors: a long download would mix two steps. Steps wait while the state is copied in memory, where it is
+        twice until it is on the disk. New copies are made in COPY_SHARE of the time: downloads may get an older one.
         """
-        with self.frozen_state() as (metadata, tensors):
-            if self._copy is None:
-                self._copy = StoredMessages(self._serialize(metadata, tensors), self.folder)
-            return self._copy
+        with self._copy_lock:
+            with self.frozen_state() as (metadata, tensors):
+                began, history = time.monotonic(), self._num_restored
+                if self._copy is not None and (not self._is_copy_outdated or began < self._next_copy_at):
+                    return self._copy
+                tensors = [tensor.clone() for tensor in tensors]
+                self._is_copy_outdated = False
+            copy = StoredMessages(self._serialize(metadata, tensors), self.folder)
+            ended = time.monotonic()
+            pause = 0.0 if ended - began < self.FREE_COPY_SECONDS else (ended - began) / self.COPY_SHARE
+            with self.lock_optimizer:
+                if history == self._num_restored:
+                    self._copy, self._next_copy_at = copy, ended + pause
+            return copy
 
     def _serialize(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> Iterator[bytes]:
         """Yield a state as the messages of a download.
@@ -216,39 +247,51 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         except OSError as error:
             raise OSError(f"A peer cannot download the state: no copy of it in {self.folder} ({error})") from None
 
-    async def _read_copy(self) -> AsyncIterator[averaging_pb2.DownloadData]:
-        _, _, messages = await self._get_current_state_from_host_process()
-        for message in messages:
-            yield averaging_pb2.DownloadData.FromString(message)
-
     async def rpc_download_state(
         self, _request: averaging_pb2.DownloadRequest, context: P2PContext
     ) -> AsyncIterator[averaging_pb2.DownloadData]:
+        """Send the state. Empty messages keep a reader waiting while a copy is made."""
         reader = context.remote_id
         is_busy = self._uploads[reader] >= self.MAX_UPLOADS or self._uploads.total() >= self.MAX_UPLOADS_OF_ALL
         if is_busy or not self.allow_state_sharing:
             return
         self._uploads[reader] += 1
+        copying = asyncio.ensure_future(self._get_current_state_from_host_process())
         try:
+            async with asyncio.timeout(self.MAX_COPY_SECONDS):
+                while not (await asyncio.wait([copying], timeout=self.KEEPALIVE_SECONDS))[0]:
+                    yield averaging_pb2.DownloadData()
             async with asyncio.timeout(self.READER_GRACE) as limit:
-                async for message in self._keep_stream_open(self._read_copy()):
+                async for message in self._keep_stream_open(_parse_all(copying.result()[2])):
                     yield message
                     rate = self.BUSY_RATE if self._uploads.total() > self.MAX_UPLOADS_OF_ALL / 2 else self.LEAST_RATE
                     limit.reschedule(limit.when() + len(message.tensor_part.buffer) / rate)  # pyright: ignore[reportOptionalOperand]
         finally:
+            copying.cancel()
             self._uploads -= Counter({reader: 1})
 
     async def rpc_compare_state(
         self, request: averaging_pb2.DownloadData, context: P2PContext
     ) -> averaging_pb2.DownloadData:
-        """Answer with some elements of the state, see StateLayout; none without an offer."""
+        """Answer with a digest of the state, with the asker's seed; with nothing without an offer, or if too busy."""
         reader, now = context.remote_id, asyncio.get_running_loop().time()
-        recent = [other for other, answered in self._comparisons if now < answered + 1.0]
-        is_busy = len(recent) >= self.MAX_COMPARISONS_OF_ALL or recent.count(reader) >= self.MAX_COMPARISONS
-        if is_busy or not self.allow_state_sharing:
+        begin = max(now, self._next_digest_at)
+        if reader in self._comparing or begin > now + self.MAX_TURN_SECONDS or not self.allow_state_sharing:
             return averaging_pb2.DownloadData()
-        self._comparisons.append((reader, now))
-        return self.layout.pack_elements(request)
+        self._comparing.add(reader)
+        self._next_digest_at = begin + self._digest_seconds / self.DIGEST_SHARE
+        try:
+            await asyncio.sleep(begin - now)
+            return await asyncio.to_thread(self._digest, request.metadata)
+        finally:
+            self._comparing.discard(reader)
+
+    def _digest(self, seed: bytes) -> averaging_pb2.DownloadData:
+        """Return the digest of the current state; ValueError for a malformed seed."""
+        began, step = time.thread_time(), math.ceil(self.state_sharing_priority)  # `applied_step` is another process's
+        sums = fold(self.layout.groups(self.layout.tensors()), seed)
+        self._digest_seconds = time.thread_time() - began
+        return Digest(step, sums).pack()
 
     # Downloading a state
 
@@ -271,18 +314,18 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         """Ask donors in turn for a state of step `min_step` or later that fits.
 
         :param credible_step: newest step that the run is known to be at; default: as `__init__` says
-        :param marks: of the history that the state must be of
+        :param marks: of a trainer of the side whose state it must be
         :returns: the donor's peer ID, metadata and tensors, all checked; None without a state in `download_timeout`
         """
         if credible_step is None and self.credible_step is not None:
             credible_step = self.credible_step()
         future = MPFuture()
-        query = [min_step, credible_step, self.download_timeout, marks]
+        query = [min_step, credible_step, self.download_timeout, marks, self.must_agree]
         self._outer_pipe.send(("_download_state", [future, *query], {}))
         try:
             return future.result(timeout=self.download_timeout + self.donor_timeout)
         except Exception as error:
-            logger.warning(f"Could not download the state from peers: {error!r}")
+            logger.warning(f"Could not download the state from peers: {describe(error)}")
             return None
 
     async def _download_state(self, future: MPFuture, *query) -> None:
@@ -290,6 +333,8 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         self._downloads.add(asyncio.current_task())
         try:
             state = await StateDownload(self, self.layout, self.donor_timeout, *query).run()
+        except Exception as error:
+            logger.warning(f"The download of the state failed: {describe(error)}")
         finally:
             self._downloads.discard(asyncio.current_task())
             future.set_result(state)

@@ -8,7 +8,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
@@ -20,14 +20,17 @@ from hivemind.utils import get_logger
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from peerstep.base import SafeAverager
-from peerstep.history import MAX_STEP, Marks, different_marks
+from peerstep.history import MAX_STEP, Marks, common_marks, is_forked
+from peerstep.progress_record import PeerProgress, read_progress
 from peerstep.records import signer_of
+from peerstep.state_digest import SEED_BYTES, Digest, distances, fold, is_near
 from peerstep.state_layout import OldStateError, StateLayout, StateLoadError, read_position
 from peerstep.wire import TensorAssembler
 
 logger = get_logger(__name__)
 
-OFFERS_TIMEOUT = 30.0  # seconds for reading the offers
+READ_TIMEOUT = 30.0  # seconds for reading the offers and the trainers' reports
+MAX_AGE = 4  # steps that a donor's copy may have when its download begins, if the trainers have moved far meanwhile
 State = tuple[str, dict, list[torch.Tensor]]  # a donor's peer ID, metadata and tensors
 
 
@@ -37,30 +40,36 @@ class DoubtfulStepError(StateLoadError):
 
 @dataclass
 class StateDownload:
-    """Asks donors in turn until one has delivered its state.
+    """Asks donors in turn until one has delivered a state that most trainers have, too.
 
-    Order: donors with a credible step first, highest step first. The other donors follow only if none of these has
-    sent metadata with a credible step. A step is credible up to STEP_SLACK above `credible_step` (progress reports
-    lag), plus one per second since the query: no run takes more than one step per second. A state that most of up to
-    NUM_COMPARED other donors contradict is used only if no donor has a better one.
+    **Who speaks.** Members are the donors that report progress as trainers; without any, those that this peer has been
+    told as initial peers; without these, all donors. They are asked first and only they vote, up to NUM_VOTERS others,
+    by random sums whose signs are chosen after the download (state_digest.py). A state that most of them contradict is
+    used only if no donor has a better one, and not if it `must_agree`.
 
-    Time: all donors are dialed in advance, MAX_DIALS at a time. While other reachable donors are left, a donor may be
-    silent for a quarter of the remaining time, and is abandoned once it would need, at its mean rate, more than three
-    quarters of the time that was left when it began.
+    **Order.** At random among those that claim the newest step that two trainers report, or a later one; then those of
+    earlier steps. Donors whose claimed step is not credible follow only if none of these has sent metadata with a
+    credible step. A step is credible up to STEP_SLACK above `credible_step` (progress reports lag), plus one per
+    second since the query: no run takes more than one step per second.
+
+    **Time.** All donors are dialed in advance, MAX_DIALS at a time. While other reachable donors are left, a donor may
+    be silent for a quarter of the remaining time, and is abandoned once it would need, at its mean rate, more than
+    three quarters of the time that was left when it began.
     """
 
     averager: SafeAverager  # of this peer, through which the donors are asked
     layout: StateLayout
     donor_timeout: float  # seconds that a donor may be silent
     min_step: int  # oldest acceptable step
-    credible_step: int | None  # newest step that the run is known to be at; None if unknown
+    credible_step: int | None  # newest step that the run is known to be at; None: that of the trainers' reports
     timeout: float  # seconds
-    marks: Marks = ()  # of the history that the state must be of
+    marks: Marks = ()  # of a trainer of the side whose state it must be
+    must_agree: bool = False  # whether only a state will do that most members have, too
 
     MAX_ATTEMPTS = 3  # a newcomer that gives up too early would start a second run
     MAX_DIALS = 64
-    NUM_COMPARED = 7  # other donors that are asked for some elements of a state
-    COMPARE_TIMEOUT = 10.0  # seconds
+    NUM_VOTERS = 7
+    VOTE_TIMEOUT = 30.0  # seconds; members answer one peer after the other
     STEP_SLACK = 2
     PACE_GRACE = 10.0  # seconds before a donor's rate is judged
 
@@ -72,6 +81,9 @@ class StateDownload:
         self._dials: dict[PeerID, asyncio.Task] = {}
         self._queue: list[PeerID] = []  # donors that are left, the next one last
         self._doubtful: list[PeerID] = []  # those of a step that is not credible
+        self._members: list[PeerID] = []
+        self._before: dict[PeerID, asyncio.Task] = {}  # what voters say at the start of the download
+        self._first_seed = os.urandom(SEED_BYTES)  # of that; it tells how far they move meanwhile
         self._contradicted: State | None = None
         self._told_credible_step = self._may_retry = self._believes_all = False
 
@@ -82,7 +94,7 @@ class StateDownload:
             state = await self._ask_all()
             if state is not None or not self._may_retry:
                 break
-        if state is None and self._contradicted is not None:
+        if state is None and self._contradicted is not None and not self.must_agree:
             state = self._contradicted
             logger.warning(
                 f"Using the state of {state[0]} although other peers have another: nobody offers a better one"
@@ -92,10 +104,15 @@ class StateDownload:
     async def _ask_all(self) -> State | None:
         """Ask each donor once. Sets `_may_retry` after a failure that may be temporary, such as a lost connection."""
         self._may_retry = self._told_credible_step = self._believes_all = False
-        offers, slots = await self._find_offers(), asyncio.Semaphore(self.MAX_DIALS)
-        self._queue, self._doubtful = rank_donors(offers, self.max_step, self.averager.peer_id)
-        donors = (*self._queue, *self._doubtful)
+        offers, reports = await asyncio.gather(self._read("state_averager.all_averagers"), self._read_reports())
+        self._members, newest = self._choose_members(offers, reports), self._newest_step(reports)
+        ranks = self.max_step, self.averager.peer_id, self._members, newest
+        self._queue, self._doubtful = rank_donors(offers, *ranks)
+        slots, donors = asyncio.Semaphore(self.MAX_DIALS), (*self._queue, *self._doubtful)
         self._dials = {donor: asyncio.create_task(self._dial(donor, slots)) for donor in donors}
+        voters = [donor for donor in donors if donor in self._members]
+        voters = random.sample(voters, min(self.NUM_VOTERS + 1, len(voters)))  # one of them may be the donor
+        self._before = {peer: asyncio.create_task(self._ask_digest(peer, self._first_seed)) for peer in voters}
         try:
             while time.monotonic() < self.deadline:
                 if not self._queue:
@@ -106,9 +123,10 @@ class StateDownload:
                     return state
             return None
         finally:
-            for dial in self._dials.values():
-                dial.cancel()
-            await asyncio.gather(*self._dials.values(), return_exceptions=True)
+            tasks = (*self._dials.values(), *self._before.values())
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     @property
     def max_step(self) -> float:
@@ -117,17 +135,44 @@ class StateDownload:
             return math.inf
         return self.credible_step + self.STEP_SLACK + time.monotonic() - self.started
 
-    async def _find_offers(self) -> object:
-        key = f"{self.averager.prefix}.all_averagers"
-        offers = self.averager.dht.get(key, latest=True, return_future=True)
+    async def _read(self, name: str) -> dict:
+        """Return the records of the run under a key, by subkey; empty if they cannot be read."""
+        run_id = self.averager.prefix.removesuffix("_state_averager")
         try:
-            async with asyncio.timeout(OFFERS_TIMEOUT):
-                found = await offers  # pyright: ignore[reportGeneralTypeIssues]
-        except TimeoutError:
-            logger.warning(f"The DHT did not return the peers that offer a state within {OFFERS_TIMEOUT:.0f} seconds")
+            async with asyncio.timeout(READ_TIMEOUT):
+                found = await self.averager.dht.get(f"{run_id}_{name}", latest=True, return_future=True)  # pyright: ignore[reportGeneralTypeIssues]
+            return found.value if found is not None and isinstance(found.value, dict) else {}
+        except Exception as error:
+            logger.warning(f"Could not read from the DHT which peers offer a state ({describe(error)}); trying again")
             self._may_retry = True
-            return None
-        return found.value if found is not None else None
+            return {}
+
+    async def _read_reports(self) -> dict[PeerID, PeerProgress]:
+        """Return the trainers' reports, with `marks` those of their side."""
+        reports = {}
+        for subkey, report in read_progress(await self._read("training_progress")).items():
+            with suppress(ValueError):
+                reports[signer_of(subkey)] = report
+        reports.pop(self.averager.peer_id, None)
+        if self.marks:
+            reports = {peer: report for peer, report in reports.items() if not is_forked(self.marks, report.marks)}
+            # A report may have marks of its own: the side is what most have.
+            self.marks = common_marks([self.marks, *(report.marks for report in reports.values())])
+        return reports
+
+    def _newest_step(self, reports: dict[PeerID, PeerProgress]) -> float:
+        """Return the step that the run has completed by the reports of two trainers, or of the only one."""
+        steps = sorted((report.epoch for report in reports.values()), reverse=True)
+        if self.credible_step is None and steps:
+            self.credible_step = steps[min(1, len(steps) - 1)]
+        return math.inf if self.credible_step is None else self.credible_step - 1
+
+    def _choose_members(self, offers: dict, reports: Collection[PeerID]) -> list[PeerID]:
+        donors = set(read_offers(offers)) - {self.averager.peer_id}
+        addresses = getattr(self.averager.dht, "initial_peers", None) or ()
+        told = {str(address).rpartition("/p2p/")[2] for address in addresses}
+        members = donors.intersection(reports) or {donor for donor in donors if str(donor) in told}
+        return list(members or donors)
 
     async def _dial(self, donor: PeerID, slots: asyncio.Semaphore) -> Exception | None:
         """Connect to a donor. Return the error, if there is one."""
@@ -149,7 +194,7 @@ class StateDownload:
             metadata, tensors = await self._receive(donor)
             self.layout.unpack(metadata, tensors)
             state = str(donor), metadata, tensors
-            if await self._is_contradicted(donor, tensors):
+            if await self._is_contradicted(donor, metadata, tensors):
                 logger.warning(f"Postponed the state that {donor} offers: other peers have another")
                 self._contradicted = self._contradicted or state
                 return None
@@ -167,24 +212,49 @@ class StateDownload:
         except ValueError as error:
             logger.warning(f"Refused the state that {donor} offers: {error}")
         except Exception as error:
-            logger.warning(f"Could not download the state from {donor}: {error!r}")
+            logger.warning(f"Could not download the state from {donor}: {describe(error)}")
             self._may_retry |= not isinstance(error, TimeoutError)
         return None
 
-    async def _is_contradicted(self, donor: PeerID, tensors: list[torch.Tensor]) -> bool:
-        """Whether most of some other donors have another state, by elements that the donor could not know of."""
-        others = [peer for peer in self._reached(self._dials) if peer != donor]
-        chosen = random.sample(others, min(self.NUM_COMPARED, len(others)))
-        answers = await asyncio.gather(*(self._compare(peer, tensors) for peer in chosen))
-        return answers.count(False) > answers.count(True)
+    async def _is_contradicted(self, donor: PeerID, metadata: dict, tensors: list[torch.Tensor]) -> bool:
+        """Whether most voters have another state, or if it `must_agree` whether none of them answers."""
+        voters, seed = [peer for peer in self._before if peer != donor][: self.NUM_VOTERS], os.urandom(SEED_BYTES)
+        await asyncio.gather(*(self._before[peer] for peer in voters))  # a member answers one request at a time
+        digests = await asyncio.gather(*(self._ask_digest(peer, seed) for peer in voters))
+        said = {peer: digest for peer, digest in zip(voters, digests, strict=True) if digest is not None}
+        own = Digest(metadata["epoch"], await asyncio.to_thread(fold, self.layout.groups(tensors), seed))
+        votes = await asyncio.gather(*(self._agrees(peer, own, said) for peer in said))
+        is_unconfirmed = self.must_agree and bool(self._reached(voters)) and not votes
+        return votes.count(False) > votes.count(True) or is_unconfirmed
 
-    async def _compare(self, peer: PeerID, tensors: list[torch.Tensor]) -> bool | None:
-        """Whether a peer has about the same state as a donor; None if it does not say."""
-        seed = os.urandom(8)
+    async def _agrees(self, peer: PeerID, own: Digest, said: dict[PeerID, Digest]) -> bool:
+        """Whether a voter has about the state of a donor: as near as it is to further voters, and as it has moved.
+
+        With one further voter, which may lie, only the latter counts.
+
+        :param own, said: of the donor's state, and what all voters say of theirs, with the same seed
+        """
+        first, other = len(self.layout.parameters), said[peer]
+        sizes = torch.tensor([parameter.numel() for parameter in self.layout.parameters], dtype=torch.float64)
+        further = [distances(other, digest)[:first] for voter, digest in said.items() if voter != peer]
+        spread = torch.stack(further).median(dim=0).values if len(further) > 1 else torch.zeros(first)
+        if is_near(own, other, sizes, torch.zeros(first), spread):
+            return True
+        before, moved = await self._before[peer], None
+        now = None if before is None else await self._ask_digest(peer, self._first_seed)
+        if before is not None and now is not None and (steps := now.step - before.step) > 0:
+            age = min(abs(own.step - other.step), steps + MAX_AGE)
+            moved = distances(now, before)[:first] * max(1, age) / steps
+        return is_near(own, other, sizes, moved, spread)
+
+    async def _ask_digest(self, peer: PeerID, seed: bytes) -> Digest | None:
+        """Ask a voter for the digest of its state; None if it cannot be reached or does not say."""
         try:
-            async with asyncio.timeout(self.COMPARE_TIMEOUT):
+            if await self._dials[peer] is not None:
+                return None
+            async with asyncio.timeout(min(self.VOTE_TIMEOUT, max(5.0, (self.deadline - time.monotonic()) / 4))):
                 answer = await self._stub(peer).rpc_compare_state(averaging_pb2.DownloadData(metadata=seed))
-            return self.layout.agrees(tensors, seed, answer)
+            return Digest.parse(answer, self.layout.num_groups)
         except Exception as error:
             logger.debug(f"{peer} does not say whether its state is the same: {error!r}")
             return None
@@ -196,7 +266,7 @@ class StateDownload:
         """Receive the state of a donor; ValueError if it is not usable or not the expected one."""
         async with asyncio.timeout(self._max_silence()):
             stream = await self._stub(donor).rpc_download_state(averaging_pb2.DownloadRequest())
-        assembler, began = None, 0.0
+        assembler, began, patience = None, time.monotonic(), self._max_silence(math.inf)
         async with aclosing(stream):
             while True:
                 async with asyncio.timeout(self._max_silence()):
@@ -207,6 +277,10 @@ class StateDownload:
                     raise ConnectionError(
                         f"the stream ended after {len(assembler.tensors)} of {len(assembler.specs)} tensors"
                     )
+                if assembler is None and not message.metadata and not message.tensor_part.size:
+                    if time.monotonic() > began + patience:  # it is making a copy, see rpc_download_state
+                        raise ConnectionError("it does not begin to send")
+                    continue
                 if assembler is None:
                     metadata = self._read_metadata(message.metadata)
                     assembler, began = TensorAssembler(self.layout.specs(metadata)), time.monotonic()
@@ -223,7 +297,7 @@ class StateDownload:
         except Exception:
             raise StateLoadError("its metadata cannot be read") from None
         position = read_position(metadata, self.min_step)
-        if different_marks(self.marks, position.marks):
+        if is_forked(self.marks, position.marks):
             raise StateLoadError("it is of another history of the run")
         if position.step <= self.max_step:
             self._told_credible_step = True
@@ -234,9 +308,9 @@ class StateDownload:
     def _reached(self, donors: Iterable[PeerID]) -> list[PeerID]:
         return [donor for donor in donors if self._dials[donor].done() and self._dials[donor].result() is None]
 
-    def _max_silence(self) -> float:
+    def _max_silence(self, longest: float | None = None) -> float:
         remaining = max(0.0, self.deadline - time.monotonic())
-        return min(self.donor_timeout, remaining / 4 if self._reached(self._queue) else remaining)
+        return min(longest or self.donor_timeout, remaining / 4 if self._reached(self._queue) else remaining)
 
     def _check_pace(self, began: float, fraction: float) -> None:
         """Raise ConnectionError if a donor cannot deliver in time and another reachable donor is left."""
@@ -246,18 +320,33 @@ class StateDownload:
             raise ConnectionError(f"too slow: received {fraction:.1%} in {elapsed:.0f} seconds; asking another donor")
 
 
-def rank_donors(offers: object, max_step: float, own_id: PeerID) -> tuple[list[PeerID], list[PeerID]]:
-    """Sort donors by the priority of their offer, which is their step: highest last, ties at random.
-
-    :returns: the donors with a credible step, and the other donors, without this peer and malformed offers
-    """
-    ranks = {}
+def read_offers(offers: object) -> dict[PeerID, float]:
+    """Return the priority of each offer, which is the donor's step, without malformed ones."""
+    found = {}
     for subkey, offer in offers.items() if isinstance(offers, dict) else ():
         priority = offer.value if isinstance(offer, ValueWithExpiration) else None
         if isinstance(priority, int | float) and 0 <= priority <= MAX_STEP:
             with suppress(ValueError):
-                ranks[signer_of(subkey)] = priority, random.random()
-    ranks.pop(own_id, None)
+                found[signer_of(subkey)] = priority
+    return found
+
+
+def rank_donors(
+    offers: object, max_step: float, own_id: PeerID, members: Collection[PeerID] = (), newest: float = math.inf
+) -> tuple[list[PeerID], list[PeerID]]:
+    """Sort donors: members last, among them those of the highest step last, ties at random.
+
+    :param newest: step from which on claims of later ones do not count
+    :returns: the donors with a credible step, and the other donors, without this peer and malformed offers
+    """
+    steps = read_offers(offers)
+    steps.pop(own_id, None)
+    ranks = {donor: (donor in members, min(step, newest), random.random()) for donor, step in steps.items()}
     donors = sorted(ranks, key=lambda donor: ranks[donor])
-    likely = [donor for donor in donors if ranks[donor][0] <= max_step]
-    return likely, [donor for donor in donors if ranks[donor][0] > max_step]
+    likely = [donor for donor in donors if steps[donor] <= max_step]
+    return likely, [donor for donor in donors if steps[donor] > max_step]
+
+
+def describe(error: BaseException) -> str:
+    """Return what an error says; of a timeout that says nothing, what it is."""
+    return str(error) or ("no answer in time" if isinstance(error, TimeoutError) else type(error).__name__)

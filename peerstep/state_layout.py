@@ -1,27 +1,15 @@
-"""What a training state consists of, the checks of a state that another peer offers, and its comparison with others.
-
-A donor may send any state. It cannot know for which elements the receiver asks other peers.
-"""
+"""What a training state consists of, and the checks of a state that another peer offers."""
 
 import math
 from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
-from hivemind.compression import deserialize_torch_tensor, serialize_torch_tensor
-from hivemind.proto import averaging_pb2, runtime_pb2
 
 from peerstep.history import MAX_STEP, Position, parse_marks
-from peerstep.wire import TensorSpec, check_tensor
+from peerstep.wire import TensorSpec
 
 FLOAT16_ERROR = 6e-8  # of the root of a small second moment, and of a first moment
-NUM_ELEMENTS = 1000  # of each group
-# Bound on the distance of two peers' parameters, relative to the larger norm. One step apart, honest peers differ by
-# some percent, and by 17 % in the first steps of a small model. Unrelated weights have a distance above 1.
-MAX_RELATIVE_ERROR = 0.3
-# The same of optimizer statistics, relative to the geometric mean of the norms: they may differ by a factor of 17.
-# Those of honest peers that are ten steps apart are unrelated (1.4), and grow like the steps after the start.
-MAX_STATISTICS_ERROR = 4.0
 
 
 class StateLoadError(ValueError):
@@ -59,6 +47,7 @@ class StateLayout:
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.names = [name for _, name in self._statistics()]
         self.max_metadata_bytes = 2**16 + 256 * len(self.names)  # of a state; a name has some 10 bytes
+        self.num_groups = len(self.groups(self.tensors()))
         numbers = enumerate(self.names, len(self.parameters))
         self.second_moments = {number for number, name in numbers if name in optimizer.second_moments}  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -134,44 +123,13 @@ class StateLayout:
             if has_first and (tensors[index - 1].abs() > ratio * (tensors[index].sqrt() + FLOAT16_ERROR)).any():
                 raise StateLoadError("its optimizer has moments that no gradients could have made")
 
-    def pack_elements(self, request: averaging_pb2.DownloadData) -> averaging_pb2.DownloadData:
-        """Answer with elements of the current state. The metadata are the seed; ValueError if they are not."""
-        elements = choose_elements(self._groups(self.tensors()), request.metadata)
-        return averaging_pb2.DownloadData(tensor_part=serialize_torch_tensor(elements))
-
-    def agrees(self, tensors: Sequence[torch.Tensor], seed: bytes, answer: averaging_pb2.DownloadData) -> bool:
-        """Whether another peer, by its answer, has about the same state; ValueError if the answer is malformed."""
-        groups = self._groups(tensors)
-        check_tensor(answer.tensor_part, TensorSpec((len(groups), NUM_ELEMENTS), compressions={runtime_pb2.NONE}))
-        both = torch.stack([choose_elements(groups, seed), deserialize_torch_tensor(answer.tensor_part)]).double()
-        norms = both.norm(dim=-1)  # of this state and of the other, for each group
-        bounds = MAX_STATISTICS_ERROR * norms.prod(dim=0).sqrt()
-        bounds[0] = MAX_RELATIVE_ERROR * norms[:, 0].max()
-        return bool(((both[0] - both[1]).norm(dim=-1) <= bounds).all())  # false for NaN
-
-    def _groups(self, tensors: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
-        """Return the parameters of a state, and its statistics of each name without single numbers."""
+    def groups(self, tensors: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
+        """Return each parameter of a state, then its statistics of each name, without single numbers."""
         first, groups = len(self.parameters), defaultdict(list)
         for name, tensor in zip(self.names, tensors[first:], strict=True):
             if tensor.ndim:
                 groups[name].append(tensor)
-        return [tensors[:first], *groups.values()]
-
-
-def choose_elements(groups: Sequence[Sequence[torch.Tensor]], seed: bytes) -> torch.Tensor:
-    """Return what a seed of 8 bytes chooses, shape (groups, NUM_ELEMENTS), float32; ValueError for another seed."""
-    if len(seed) != 8:
-        raise ValueError("a seed has 8 bytes")
-    generator = torch.Generator().manual_seed(int.from_bytes(seed, "big") >> 1)  # torch takes signed numbers
-    chosen = []
-    for tensors in groups:
-        ends = torch.tensor([tensor.numel() for tensor in tensors]).cumsum(0)
-        places = torch.randint(int(ends[-1]), (NUM_ELEMENTS,), generator=generator)
-        owners = torch.searchsorted(ends, places, right=True).tolist()
-        flat = [tensor.detach().view(-1) for tensor in tensors]
-        pairs = zip(owners, places.tolist(), strict=True)
-        chosen.append(torch.stack([flat[owner][place - int(ends[owner])] for owner, place in pairs]).float().cpu())
-    return torch.stack(chosen)
+        return [*([parameter] for parameter in tensors[:first]), *groups.values()]
 
 
 def all_finite(tensors: Sequence[torch.Tensor]) -> bool:

@@ -77,7 +77,9 @@ class EvaluationLoop:
     evaluated_step: int = 0  # the initial weights are not evaluated
 
     def __post_init__(self):
-        self._next_time, self._donor = float("-inf"), ""  # the peer ID of the newest donor
+        self._next_time = float("-inf")
+        self._donor = ""  # the peer ID of the newest donor
+        self.averager.must_agree = True
         self._last_step = self.args.max_global_steps or float("inf")
         self._backoff = Backoff(first=self.args.refresh_period, longest=MAX_DOWNLOAD_PAUSE)
 
@@ -119,7 +121,7 @@ class EvaluationLoop:
         downloaded = self.averager.download_state(min_step=self.evaluated_step + 1)
         if downloaded is None:
             pause = self._backoff.fail()
-            logger.warning(f"No trainer offers its state; trying again in {pause:.0f} seconds")
+            logger.warning(f"No trainer offers a state that most others have; trying again in {pause:.0f} seconds")
             return
         self._backoff.reset()
         donor, metadata, tensors = downloaded

@@ -53,6 +53,7 @@ class CheckpointKeeper:
         self.saved_step = self._reported_step = -1
         self._has_gone_back = False  # the run went back to a step before the saved one, which is not saved yet
         averager.credible_step = lambda: self._reported_step if self._reported_step >= 0 else None
+        averager.must_agree = True  # what it saves is offered to all, and uploaded
         # A fabricated step has no state, and each attempt costs the trainers bandwidth.
         self._backoff = Backoff(first=args.refresh_period, longest=MAX_SAVE_PAUSE)
         # Called in the thread with the step of each saved checkpoint, while the model has its parameters
@@ -87,7 +88,7 @@ class CheckpointKeeper:
         try:
             downloaded = self.averager.download_state(min_step=min_step)
             if downloaded is None:
-                raise TemporaryError("No trainer offers its state yet")
+                raise TemporaryError("No trainer offers its state yet, or most of the others have another one")
             donor, metadata, tensors = downloaded
             if metadata["epoch"] > max_step:
                 raise TemporaryError(f"{donor} offers step #{metadata['epoch']}, which no trainer has reported")

@@ -28,6 +28,7 @@ from peerstep.claims import SIGNATURE_BYTES, Claims
 from peerstep.history import parse_marks
 from peerstep.known_peers import parse_list
 from peerstep.progress_record import parse_progress
+from peerstep.state_digest import Digest
 from peerstep.state_download import StateDownload, rank_donors
 from peerstep.wire import TensorAssembler
 from tests.fuzz.mutations import bounded
@@ -160,17 +161,16 @@ def assemble(content: bytes) -> int:
 
 
 def make_answer() -> bytes:
-    return averager().layout.pack_elements(averaging_pb2.DownloadData(metadata=bytes(8))).SerializeToString()
+    return averager()._digest(bytes(8)).SerializeToString()
 
 
-def agrees(content: bytes) -> bool:
-    layout = averager().layout
-    return layout.agrees(layout.tensors(), bytes(8), averaging_pb2.DownloadData.FromString(content))
+def parse_digest(content: bytes) -> Digest:
+    return Digest.parse(averaging_pb2.DownloadData.FromString(content), averager().layout.num_groups)
 
 
-def pack_elements(content: bytes) -> int:
+def pack_digest(content: bytes) -> int:
     request = averaging_pb2.DownloadData.FromString(content)
-    return len(averager().layout.pack_elements(request).tensor_part.buffer)
+    return len(averager()._digest(request.metadata).tensor_part.buffer)
 
 
 PARSERS: dict[str, tuple[Callable, Callable, type | None]] = {  # makes a message, reads it, and its protobuf type
@@ -188,9 +188,9 @@ PARSERS: dict[str, tuple[Callable, Callable, type | None]] = {  # makes a messag
     "revocations": (lambda: LIST, lambda content: Revocations.parse(content, AUTHORITY.get_public_key()), None),
     "metadata of a state": (make_metadata, read_metadata, None),
     "chunk of a state": (make_chunk, assemble, averaging_pb2.DownloadData),
-    "comparison": (make_answer, agrees, averaging_pb2.DownloadData),
+    "comparison": (make_answer, parse_digest, averaging_pb2.DownloadData),
     "request of a comparison": (
-        lambda: averaging_pb2.DownloadData(metadata=bytes(8)).SerializeToString(), pack_elements,
+        lambda: averaging_pb2.DownloadData(metadata=bytes(8)).SerializeToString(), pack_digest,
         averaging_pb2.DownloadData,
     ),
     "peer ID": (PEER.to_bytes, PeerID, None),

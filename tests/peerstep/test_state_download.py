@@ -17,8 +17,9 @@ from cotrain.training import builders
 from peerstep import wire
 from peerstep.records import signer_of
 from peerstep.state import TrainingStateAverager
+from peerstep.state_digest import Digest, fold
 from peerstep.state_download import StateDownload, rank_donors
-from peerstep.state_layout import StateLoadError, choose_elements
+from peerstep.state_layout import StateLoadError
 from tests.support.models import build_model
 from tests.support.offline import RNG, offline_averager
 from tests.support.peers import wait_until
@@ -332,31 +333,24 @@ def test_all_moments_that_gradients_make_are_accepted(betas):
     receive(averager.copy_state(), averager)
 
 
-def test_elements_are_chosen_from_all_tensors_by_the_seed():
-    tensors = [torch.arange(5000.0).view(50, 100), torch.arange(5000.0, 5007.0), torch.arange(5007.0, 9000.0)]
-    groups = [tensors, [-tensor for tensor in tensors]]
-    chosen, others = choose_elements(groups, b"seed one")
-    assert torch.equal(chosen, choose_elements(groups, b"seed one")[0]) and not torch.equal(chosen, -others)
-    assert not torch.equal(chosen, choose_elements(groups, b"seed two")[0])
-    assert len(chosen.unique()) > 900 and chosen.min() < 100 and chosen.max() > 8900
-    for count in (0, 9):
-        with pytest.raises(ValueError):
-            choose_elements(groups, bytes(count))
-
-
-async def test_comparisons_are_bounded(donors, clock):
+async def test_digests_take_a_bounded_share_of_the_time(donors, clock, monkeypatch):
+    """One peer has one request at a time. A flood of keys waits its turn, and is refused when the queue is long."""
     donor = donors.add()
     offer(donor, step=5)
-    requests = [SimpleNamespace(remote_id=bytes([number])) for number in range(20)]
+    monkeypatch.setattr(donor.layout, "groups", lambda tensors: setattr(donor, "_digest_seconds", 1.0) or [tensors])
+    monkeypatch.setattr("peerstep.state.time.thread_time", iter(range(10**6)).__next__)  # each takes a second
 
-    async def ask(context: SimpleNamespace) -> bool:
-        answer = await donor.rpc_compare_state(DownloadData(metadata=bytes(8)), context)
-        return bool(answer.tensor_part.buffer)
+    async def ask(number: int) -> bool:
+        context = SimpleNamespace(remote_id=bytes([number]))
+        return bool((await donor.rpc_compare_state(DownloadData(metadata=bytes(8)), context)).tensor_part.buffer)
 
-    answers = [await ask(context) for context in requests for _ in range(9)]
-    assert answers[:9] == [True] * 8 + [False] and answers[9] and sum(answers) == donor.MAX_COMPARISONS_OF_ALL
-    clock.now += 1.0
-    assert await ask(requests[0])
+    assert await ask(0)
+    started, answers = clock.now, await asyncio.gather(*(ask(number) for number in [1, 1, *range(2, 40)]))
+    num_answered = sum(answers)
+    assert answers[:2] == [True, False], "the second request of the same peer"
+    assert 1 < num_answered <= 1 + donor.MAX_TURN_SECONDS * donor.DIGEST_SHARE
+    assert clock.now - started >= (num_answered - 1) / donor.DIGEST_SHARE
+    assert not donor._comparing
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -472,5 +466,7 @@ def test_monitor_compares_with_the_state_that_it_offers(build_swarm, monkeypatch
             stub = type(observer).get_stub(p2p, observer.peer_id, namespace=observer.prefix)
             return await stub.rpc_compare_state(DownloadData(metadata=seed))
 
-        averager = trainer.optimizer.state_averager
-        assert averager.layout.agrees(averager.layout.tensors(), seed, asyncio.run(ask()))
+        layout = trainer.optimizer.state_averager.layout
+        digest = Digest.parse(asyncio.run(ask()), layout.num_groups)
+        assert digest.step == 1
+        assert torch.allclose(digest.sums, fold(layout.groups(layout.tensors()), seed), rtol=0.01, atol=0.1)

@@ -14,6 +14,7 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 
 from peerstep.coordinator import Outcome
 from peerstep.optimizer import CollaborativeOptimizer
+from peerstep.progress_record import PeerProgress
 from peerstep.records import signer_of
 from peerstep.rounds import RoundResult
 from peerstep.state import TrainingStateAverager
@@ -99,13 +100,14 @@ class Answer(Future):
 class Donors:
     """Peers in memory, each with a state averager without its process, that download each other's state.
 
-    Its attribute `offers` has further offers, of peers that do not exist: subkey -> priority.
+    Its attribute `offers` has further offers, of peers that do not exist: subkey -> priority; `reports` the steps that
+    trainers report, by subkey.
     """
 
     DIAL_SECONDS = 0.5  # to a peer that does not exist
 
     def __init__(self, pool: ThreadPoolExecutor):
-        self.pool, self.averagers, self.offers = pool, {}, {}
+        self.pool, self.averagers, self.offers, self.reports = pool, {}, {}, {}
 
     def add(self, behaviour: Callable[[AsyncIterator], AsyncIterator] = aiter, **options) -> TrainingStateAverager:
         """Add a peer.
@@ -113,7 +115,7 @@ class Donors:
         :param behaviour: takes the messages of a download and returns those that the peer sends instead
         """
         subkey = make_subkey(RNG)
-        dht = SimpleNamespace(peer_id=signer_of(subkey), client_mode=False, get=self._find_offers)
+        dht = SimpleNamespace(peer_id=signer_of(subkey), client_mode=False, get=self._find)
         averager = offline_averager(SimpleNamespace(dht=dht, public_key=subkey), **options)
         averager.behaviour, averager.get_stub = behaviour, partial(self._get_stub, dht.peer_id)
         averager._p2p = SimpleNamespace(_client=SimpleNamespace(connect=self._connect))
@@ -127,7 +129,11 @@ class Donors:
         method, arguments, _ = message
         self.pool.submit(lambda: asyncio.run(getattr(averager, method)(*arguments)))
 
-    async def _find_offers(self, _key: str, **_options) -> ValueWithExpiration:
+    async def _find(self, key: str, **_options) -> ValueWithExpiration:
+        if key == "run_training_progress":
+            steps = self.reports.items()
+            reports = {subkey: PeerProgress(b"", epoch=step, completed=step).to_record() for subkey, step in steps}
+            return ValueWithExpiration({key: ValueWithExpiration(value, 1e12) for key, value in reports.items()}, 1e12)
         offers = {
             averager.public_key: averager.state_sharing_priority
             for averager in self.averagers.values()

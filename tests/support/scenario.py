@@ -174,7 +174,7 @@ class _PeerLog(logging.Handler):
     """Collects the records of each peer's threads and tasks."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if (peer := owner.get()) is not None:
+        if hasattr(peer := owner.get(), "log"):
             peer.log.append(f"{peer.scenario.time.read():.1f} {record.levelname[0]} {record.getMessage()}")
 
 

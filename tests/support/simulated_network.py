@@ -185,6 +185,15 @@ class Node:
             requests = self.network.carry(self, callee, requests)
         return self.network.carry(callee, self, handler(requests, SimpleNamespace(remote_id=self.peer_id)))
 
+    async def call_protobuf_handler(self, peer_id: PeerID, name: str, request: object, _type) -> object:
+        callee = await self.network.dial(self, peer_id)
+        handler, _ = callee.handlers[name]
+
+        async def answer() -> AsyncIterator:
+            yield await handler(request, SimpleNamespace(remote_id=self.peer_id))
+
+        return await anext(self.network.carry(callee, self, answer()))
+
     # As a DHT
 
     async def replicate_p2p(self) -> "Node":
