@@ -423,7 +423,8 @@ class RoundAverager(SafeAverager):
     async def _answer_part(
         self, stream: AsyncIterator[averaging_pb2.AveragingData], sender: PeerID
     ) -> AsyncIterator[averaging_pb2.AveragingData]:
-        request = await anext(stream)
+        if (request := await anext(stream, None)) is None:
+            return
         is_small = request.ByteSize() <= MAX_FIRST_BYTES  # it may be kept for a while
         if is_small and (runner := await self._await_round(request.group_id, sender)) is not None:
             async for message in runner.reducer.answer(sender, stream):

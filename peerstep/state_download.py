@@ -105,6 +105,8 @@ class StateDownload:
         """Ask each donor once. Sets `_may_retry` after a failure that may be temporary, such as a lost connection."""
         self._may_retry = self._told_credible_step = self._believes_all = False
         offers, reports = await asyncio.gather(self._read("state_averager.all_averagers"), self._read_reports())
+        if self._may_retry:  # without the reports, anybody that offers a state would vote
+            return None
         self._members, newest = self._choose_members(offers, reports), self._newest_step(reports)
         ranks = self.max_step, self.averager.peer_id, self._members, newest
         self._queue, self._doubtful = rank_donors(offers, *ranks)

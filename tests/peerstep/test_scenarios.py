@@ -3,9 +3,10 @@
 A step takes some 10 seconds, unless a test says otherwise.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 import pytest
+import torch
 
 from peerstep import known_peers, optimizer, rounds, uplink
 from peerstep.history import MAX_DIFFERENT, different_marks
@@ -227,6 +228,35 @@ def test_monitor_of_the_smaller_side_follows_the_run_to_a_lower_step(tmp_path):
         different = different_marks(monitor.keeper.averager.marks, larger[0].marks)
         assert different is not None and len(different) <= MAX_DIFFERENT, "its state is of the run's history"
         assert not any(peer.downloads for peer in larger) and len(newcomer.downloads) == 1
+
+
+def test_false_donor_speaks_for_nobody(tmp_path):
+    """It trains as the others do, and offers two steps more than they. It was asked first, by everybody, each time."""
+    with Scenario(21, target_batch_size=160) as scenario:
+        honest = [*add_trainers(scenario, 3), scenario.add(speed=0.5, uplink=5000.0)]
+        attacker, monitor = scenario.add(speed=0.7), scenario.add_monitor(tmp_path)
+        averager = attacker.optimizer.state_averager
+        serialize, offer = averager._serialize, averager.offer
+
+        def change(metadata: dict, tensors: list[torch.Tensor]) -> Iterator[bytes]:
+            false = [torch.cat([tensors[0][:1] + 3.5, tensors[0][1:]]), *tensors[1:]]  # one of 200 parameters
+            return serialize(metadata | {"epoch": metadata["epoch"] + 2}, false)
+
+        averager._serialize, averager.offer = change, lambda priority: offer(priority=priority + 2)
+        scenario.reach(3, *honest)
+        for step in (4, 7, 10, 13):
+            scenario.reach(step, *honest)
+            scenario.wait_until(lambda step=step: monitor.refresh(step) or monitor.keeper.saved_step >= step - 2, 60.0)
+            saved = monitor.keeper.saved_step
+            scenario.reach(saved, *honest)
+            true = [peer.history[saved] for peer in honest if saved in peer.history]
+            assert true and all((monitor.keeper.model.weight - other).abs().max() < 0.05 for other in true)
+        newcomers = [scenario.add() for _ in range(2)]
+        scenario.wait_until(lambda: all(peer.has_joined for peer in newcomers), 60.0)
+        for peer in newcomers:
+            taken = peer.downloads[0][1]
+            assert (peer.loaded[0] - honest[0].history[taken])[0].abs() < 0.05
+        scenario.unite(*honest, *newcomers)
 
 
 # Newcomers

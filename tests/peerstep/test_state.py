@@ -5,9 +5,12 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from types import SimpleNamespace
 
 import pytest
 import torch
+from hivemind.proto.averaging_pb2 import DownloadData
+from hivemind.utils import MSGPackSerializer
 
 from cotrain.arguments import HyperparameterArguments
 from cotrain.training.builders import (
@@ -155,6 +158,45 @@ def test_downloads_of_one_state_share_an_unchanging_copy():
     assert list(third) != before
     averager.restore(*snapshot(averager))
     assert averager.copy_state() is not third
+
+
+def test_steps_do_not_wait_while_a_copy_is_written(pool):
+    """A request of 100 bytes made each trainer wait for its disk, at each step."""
+    averager = offline_averager()
+    update(averager, 1, seed=1)
+    before, serialize, may_continue = flat(snapshot(averager)[1]).clone(), averager._serialize, threading.Event()
+    averager._serialize = lambda *state: (message for message in serialize(*state) if may_continue.wait(60))
+    copy = pool.submit(averager.copy_state)
+    for step in (2, 3):
+        pool.submit(update, averager, step).result(60)
+    may_continue.set()
+    metadata, tensors = receive(copy.result(60), averager)
+    assert metadata["epoch"] == 1 and torch.allclose(flat(tensors), before, atol=1e-6)
+    assert receive(averager.copy_state(), averager)[0]["epoch"] == 3
+
+
+def test_copies_take_a_small_share_of_the_time(monkeypatch):
+    """Here one takes 4 seconds, and a step ten. Meanwhile downloads get the older copy, with its own step."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr("peerstep.state.time", SimpleNamespace(monotonic=lambda: clock.now))
+    averager, steps = offline_averager(), []
+    serialize = averager._serialize
+
+    def write_slowly(*state):
+        clock.now += 4.0
+        yield from serialize(*state)
+
+    averager._serialize = write_slowly
+    for step in range(1, 40):
+        update(averager, step)
+        first = DownloadData.FromString(next(iter(averager.copy_state())))
+        steps.append(MSGPackSerializer.loads(first.metadata)["epoch"])
+        clock.now += 10.0
+    num_copies = len(set(steps))
+    assert num_copies >= 2 and 4.0 * num_copies <= 1.1 * averager.COPY_SHARE * clock.now + 4.0
+    assert max(step - taken for step, taken in enumerate(steps, 1)) <= 4.0 / averager.COPY_SHARE / 10.0 + 1
+    averager.restore({**snapshot(averager)[0], "epoch": 7}, snapshot(averager)[1])
+    assert receive(averager.copy_state(), averager)[0]["epoch"] == 7, "the copy before was of another history"
 
 
 @pytest.mark.parametrize("optimizer", ["lamb", "adamw"])

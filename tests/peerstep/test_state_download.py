@@ -376,6 +376,35 @@ async def test_slow_downloads_do_not_hold_most_places(donors, monkeypatch, clock
     assert not donor._uploads
 
 
+def test_reader_waits_for_a_copy_that_takes_longer_than_a_donor_may_be_silent(donors, clock):
+    """At a billion parameters it takes a minute. The places of readers that have not begun are not lost meanwhile."""
+    donor, newcomer = donors.add(), donors.add(donor_timeout=15.0)
+    offer(donor, step=5)
+    find = donor._get_current_state_from_host_process
+
+    async def copy_slowly() -> tuple:
+        await asyncio.sleep(2 * donor.READER_GRACE)
+        return await find()
+
+    donor._get_current_state_from_host_process = copy_slowly
+    assert newcomer.load_state_from_peers() and newcomer.local_epoch == 5
+    assert clock.now >= 2 * donor.READER_GRACE and not donor._uploads
+
+
+def test_donor_that_only_says_that_it_makes_a_copy_is_abandoned_for_others(donors, clock):
+    async def send_nothing(_messages: AsyncIterator) -> AsyncIterator:
+        while True:
+            await asyncio.sleep(1.0)
+            yield DownloadData()
+
+    faulty, good, newcomer = donors.add(send_nothing), donors.add(), donors.add(download_timeout=120.0)
+    offer(faulty, step=5, priority=100.0)
+    offer(good, step=5)
+    assert newcomer.load_state_from_peers() and clock.now < 60
+    good.allow_state_sharing, started = False, clock.now
+    assert not donors.add(download_timeout=60.0).load_state_from_peers() and clock.now - started < 300
+
+
 async def test_downloads_of_a_peer_and_those_that_stall_are_bounded(donors, monkeypatch):
     """Each keeps a copy of the state."""
     monkeypatch.setattr(TrainingStateAverager, "READER_GRACE", 0.5)

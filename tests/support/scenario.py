@@ -46,6 +46,7 @@ class Peer(Node):
         self.log: list[str] = []
         self.rounds: list[dict] = []  # entries of the round log
         self.downloads: list[tuple[int, int]] = []  # own step, and the step of the state that it has taken over
+        self.loaded: list[torch.Tensor] = []  # their parameters
         self.local_steps: list[tuple[int, torch.Tensor, torch.Tensor]] = []  # samples, parameters, mean gradient
         self.samples: dict[int, int | None] = {}  # step -> samples of this peer in it, None if it was not in the step
         self.history: dict[int, torch.Tensor] = {}  # step -> parameters with its update
@@ -76,6 +77,7 @@ class Peer(Node):
 
     def _restore(self, metadata: dict, tensors: list[torch.Tensor]) -> None:
         self.downloads.append((self.step, metadata["epoch"]))
+        self.loaded.append(tensors[0].clone())
         type(self.optimizer.state_averager).restore(self.optimizer.state_averager, metadata, tensors)
 
     def _train(self) -> None:
