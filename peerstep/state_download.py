@@ -81,7 +81,6 @@ class StateDownload:
         self._dials: dict[PeerID, asyncio.Task] = {}
         self._queue: list[PeerID] = []  # donors that are left, the next one last
         self._doubtful: list[PeerID] = []  # those of a step that is not credible
-        self._members: list[PeerID] = []
         self._before: dict[PeerID, asyncio.Task] = {}  # what voters say at the start of the download
         self._first_seed = os.urandom(SEED_BYTES)  # of that; it tells how far they move meanwhile
         self._contradicted: State | None = None
@@ -107,13 +106,11 @@ class StateDownload:
         offers, reports = await asyncio.gather(self._read("state_averager.all_averagers"), self._read_reports())
         if self._may_retry:  # without the reports, anybody that offers a state would vote
             return None
-        self._members, newest = self._choose_members(offers, reports), self._newest_step(reports)
-        ranks = self.max_step, self.averager.peer_id, self._members, newest
-        self._queue, self._doubtful = rank_donors(offers, *ranks)
+        members, newest = self._choose_members(offers, reports), self._newest_step(reports)
+        self._queue, self._doubtful = rank_donors(offers, self.max_step, self.averager.peer_id, members, newest)
         slots, donors = asyncio.Semaphore(self.MAX_DIALS), (*self._queue, *self._doubtful)
         self._dials = {donor: asyncio.create_task(self._dial(donor, slots)) for donor in donors}
-        voters = [donor for donor in donors if donor in self._members]
-        voters = random.sample(voters, min(self.NUM_VOTERS + 1, len(voters)))  # one of them may be the donor
+        voters = random.sample(members, min(self.NUM_VOTERS + 1, len(members)))  # one of them may be the donor
         self._before = {peer: asyncio.create_task(self._ask_digest(peer, self._first_seed)) for peer in voters}
         try:
             while time.monotonic() < self.deadline:
