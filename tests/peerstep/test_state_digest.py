@@ -162,11 +162,11 @@ def test_donor_is_drawn_among_those_at_the_newest_step_that_two_trainers_report(
     stranger = add_donor(donors, 9, -1.0)
     late = add_donor(donors, 3, 1.0, reported=3)
     newcomer = donors.add()
-    for _ in range(40):
+    for _ in range(24):
         asked[newcomer.download_state()[0]] += 1
-    assert asked.keys() == {str(donor.peer_id) for donor in honest} and min(asked.values()) > 3
+    assert asked.keys() == {str(donor.peer_id) for donor in honest} and min(asked.values()) > 0
     donors.reports[stranger.public_key] = 9  # a trainer as the others, by its own words
-    assert all(value_of(newcomer.download_state()) == 1 for _ in range(10))
+    assert all(value_of(newcomer.download_state()) == 1 for _ in range(5))
     for donor in honest:
         donor.allow_state_sharing = False
     stranger.allow_state_sharing = False
@@ -188,7 +188,7 @@ def test_what_is_published_agrees_with_most_trainers_or_there_is_none(donors, mo
     honest = [add_donor(donors, 7, 1.0, reported=7) for _ in range(3)]
     liar, monitor = add_donor(donors, 8, -1.0, reported=8), donors.add()
     monitor.must_agree = True
-    assert all(value_of(monitor.download_state()) == 1 for _ in range(10))
+    assert all(value_of(monitor.download_state()) == 1 for _ in range(5))
 
     async def be_silent(*_args, **_options):
         raise P2PDaemonError("does not answer")
