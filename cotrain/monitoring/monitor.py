@@ -1,7 +1,7 @@
 """Training monitor: aggregates the trainers' records into one report per global step, and keeps checkpoints."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +56,7 @@ class CheckpointKeeper:
         averager.must_agree = True  # what it saves is offered to all, and uploaded
         # A fabricated step has no state, and each attempt costs the trainers bandwidth.
         self._backoff = Backoff(first=args.refresh_period, longest=MAX_SAVE_PAUSE)
+        self._trainers: Set[Hashable] = frozenset()
         # Called in the thread with the step of each saved checkpoint, while the model has its parameters
         self.on_saved: Callable[[int], None] | None = None
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="CheckpointKeeper")
@@ -73,14 +74,21 @@ class CheckpointKeeper:
         # The priority of a donor is its step. At the same step peers ask a trainer first: its connection is faster.
         self.averager.offer(priority=step - 0.5)
 
-    def update(self, step: int, trainers_are_leaving: bool) -> None:
-        """Start a download in a thread if a checkpoint is due. `step`: the newest reported one, -1 without any."""
+    def update(self, step: int, trainers_are_leaving: bool, trainers: Set[Hashable]) -> None:
+        """Start a download in a thread if a checkpoint is due.
+
+        :param step: the newest reported one, -1 without any
+        :param trainers: those that are there. Without any there is nothing to download, and who joins may offer more
+        """
+        if trainers - self._trainers:
+            self._backoff.reset()
+        self._trainers = trainers
         self._has_gone_back |= step < min(self._reported_step, self.saved_step)
         self._reported_step = step
         interval = 1 if trainers_are_leaving else self.args.save_checkpoint_step_interval
         next_step = 1 if self._has_gone_back else max(self.saved_step, 0) + interval
         is_idle = self._pending is None or self._pending.done()
-        if step >= next_step and is_idle and self._backoff.is_over:
+        if step >= next_step and is_idle and trainers and self._backoff.is_over:
             # The minimum is not `step`: reported steps are untrusted, and a revived run is behind the reported step.
             self._pending = self._executor.submit(self._save, next_step, step + MAX_LEAD)
 
@@ -165,7 +173,8 @@ class TrainingMonitor:
         # Of the trainers that took the newest step: anybody may claim to leave, and each download costs a trainer.
         leaving = [peer in published and published[peer]["leaving"] for peer in self.aggregator.contributors]
         if self.keeper is not None and downloads:
-            self.keeper.update(self.aggregator.last_reported_step, 2 * sum(leaving) > len(leaving))
+            step, are_leaving = self.aggregator.last_reported_step, 2 * sum(leaving) > len(leaving)
+            self.keeper.update(step, are_leaving, {trainer.key for trainer in trainers})
         if self.uploader is not None and downloads:
             self.uploader.update(page, run_is_over=bool(leaving) and all(leaving))
         status = MonitorStatus(stores_checkpoints=self.keeper is not None, checkpoint_step=checkpoint_step)

@@ -11,6 +11,7 @@ import torch
 from hivemind.utils import get_dht_time
 from hivemind.utils.timed_storage import ValueWithExpiration
 
+from cotrain.common import backoff
 from cotrain.common.names import short
 from cotrain.monitoring import monitor as monitor_module
 from cotrain.monitoring.advice import Adviser
@@ -146,7 +147,8 @@ def test_last_checkpoint_is_saved_and_uploaded_when_trainers_leave(tmp_path, sto
     stored.setdefault("run_trainers", {}).update(strangers)
     monitor = make_monitor(tmp_path, Mock(), keeper=Mock(saved_step=-1), uploader=Mock(), last_reported_step=9)
     monitor.refresh()
-    monitor.keeper.update.assert_called_once_with(10 if leaving else 9, is_due)
+    trainers = set(range(len(leaving)))
+    monitor.keeper.update.assert_called_once_with(10 if leaving else 9, is_due, trainers)
     monitor.uploader.update.assert_called_once_with(None, run_is_over=run_is_over)
 
 
@@ -246,6 +248,30 @@ def test_last_checkpoint_is_that_of_the_newest_state(tmp_path, stored, finish, c
     assert caplog.messages[-1] == f"The monitor has stopped at step #5; the newest checkpoint is checkpoint-{expected}"
 
 
+def test_a_break_does_not_delay_the_next_checkpoint(tmp_path, monkeypatch):
+    """While nobody is there, no attempt fails. Trainers that join are asked at once."""
+    now, averager = [0.0], FakeAverager(step=-1)
+    monkeypatch.setattr(backoff.time, "monotonic", lambda: now[0])
+    keeper, attempts = make_keeper(tmp_path, averager), []
+    monkeypatch.setattr(keeper, "_save", lambda *_steps: (attempts.append(now[0]), keeper._backoff.fail()))
+
+    def refresh(seconds: int, trainers: set[str]) -> list[float]:
+        attempts.clear()
+        for _ in range(0, seconds, 30):
+            keeper.update(188, False, trainers)
+            if keeper._pending is not None:
+                keeper._pending.result(60)
+            now[0] += 30
+        return [at - now[0] + seconds for at in attempts]
+
+    assert refresh(1800, {"client"})[:5] == [0, 30, 90, 210, 450]
+    assert refresh(1800, set()) == []
+    assert refresh(60, {"client"}) == [0, 30], "the next session"
+    refresh(1800, {"client"})
+    assert refresh(60, {"client", "reachable"}) == [0, 30]
+    keeper.close()
+
+
 def test_last_checkpoint_is_saved_once(tmp_path, caplog):
     """The monitor is stopped while it saves the newest state."""
     begun, goes_on = threading.Event(), threading.Event()
@@ -253,7 +279,7 @@ def test_last_checkpoint_is_saved_once(tmp_path, caplog):
     download = averager.download_state
     averager.download_state = lambda min_step: (begun.set(), goes_on.wait(60), download(min_step))[-1]
     keeper = make_keeper(tmp_path, averager)
-    keeper.update(5, trainers_are_leaving=False)
+    keeper.update(5, False, {"one"})
     assert begun.wait(60)
     threading.Timer(0.2, goes_on.set).start()
     keeper.save_newest(5, seconds=60)
