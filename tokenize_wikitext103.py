@@ -58,14 +58,22 @@ class TokenizationArguments(Flags, group="Tokenization"):
     train_file: str | None = flag(
         None,
         "File to use instead of --dataset_name: text, .jsonl, .csv or .parquet, also compressed; or 'FOLDER/*.txt'. "
-        "Documents of text end at blank lines or, as in WikiText, at titles",
+        "A text file is a document, except for WikiText, whose documents end at titles; see --row_is",
     )
     text_column: str = flag("text", "Column of a dataset, or of .jsonl, .csv or .parquet, that has the text")
     row_is: Literal["document", "line"] | None = flag(
-        None, "What a row of the source is. Default: a line in text files, WikiText and BookCorpus, else a document"
+        None,
+        "What a row of the source is. For line, documents end at blank lines or, as in WikiText, at titles. Default: "
+        "of WikiText and BookCorpus a line, of others a document; a text file is one document",
     )
     encoding: str | None = flag(None, "Encoding of text files. Default: found, and printed if it is not UTF-8")
     sample: bool = flag(False, "Use the documentation topics included with Python as the text. Nothing is downloaded")
+    train_on: Literal["all", "last"] = flag("all", "Answers of a conversation to learn, without those of weight 0")
+    chosen_only: bool = flag(False, "Take the good answers of preference data, which is refused otherwise")
+    max_left_out: float = flag(
+        0.05, "Fraction of the conversations that may be left out as damaged or too long", at_least=0, at_most=1
+    )
+    preview: int = flag(2, "Number of samples to show and to write to preview.txt in --output_path", at_least=0)
     validation_fraction: float = flag(
         0.05, "Fraction of the documents to hold out for validation if the source has no validation split", below=1
     )
@@ -179,7 +187,7 @@ def open_work(args: TokenizationArguments) -> Iterator[Path]:
         with temporary_folder(path) as work:
             yield work
         return
-    others = {"num_proc", "debug", "overwrite", "output_path", "tokenizer_path", "cache_dir"}
+    others = {"num_proc", "debug", "preview", "overwrite", "output_path", "tokenizer_path", "cache_dir"}
     settings = sorted((name, value) for name, value in asdict(args).items() if name not in others)
     work = path.with_name(f"work-{hashlib.sha256(repr(settings).encode()).hexdigest()[:12]}")
     with lock_folder(work, "--cache_dir"):
@@ -190,6 +198,7 @@ def open_work(args: TokenizationArguments) -> Iterator[Path]:
 def prepare(args: TokenizationArguments) -> Manifest:
     """Make dataset, tokenizer and manifest, or shards."""
     from cotrain.common.atomic_files import check_target, new_folder
+    from cotrain.data.chat_shapes import ChatReader
     from cotrain.data.packing import PackingConfig
     from cotrain.data.preparation import open_encoder, save_dataset
     from cotrain.data.sources import open_dataset, open_files, open_sample
@@ -213,7 +222,7 @@ def prepare(args: TokenizationArguments) -> Manifest:
         target as tokenizer_folder,
         open_work(args) as work,
     ):
-        column = None if is_chat else args.text_column
+        column = ChatReader(args.train_on, args.chosen_only) if is_chat else args.text_column
         if args.sample:
             source = open_sample()
         elif args.train_file is not None:
@@ -223,12 +232,12 @@ def prepare(args: TokenizationArguments) -> Manifest:
             options["streaming"] = args.shard_size is not None
             source = open_dataset(args.dataset_name, args.dataset_config_name, column, args.encoding, **options)
         if args.row_is is not None:
-            source = replace(source, has_lines=args.row_is == "line")
+            source = replace(source, has_lines=args.row_is == "line", has_files=False)
         if (text := work / "text").exists():
             print(f"Continuing the preparation in '{work}'")
         else:
             with new_folder(text, "--cache_dir") as folder:
-                read_corpus(source, folder, part_chars)
+                read_corpus(source, folder, part_chars, args.max_left_out)
         corpus = open_corpus(source, text, args.validation_fraction, args.seed)
         build_tokenizer(args, corpus, None if is_kept else tokenizer_folder)
         encoder = open_encoder(str(tokenizer_folder))
@@ -236,7 +245,7 @@ def prepare(args: TokenizationArguments) -> Manifest:
         check_losses(encoder, corpus, args.seed, flag, args.allow_lost_text)
         config = PackingConfig(args.objective, args.max_seq_length, args.seed, args.language)
         archive = None if args.shard_size is None else Path(args.archive)
-        options = config, args.num_proc, work, dataset_folder, archive
+        options = config, args.num_proc, work, dataset_folder, archive, args.max_left_out, args.preview
         splits, shards = save_dataset(corpus, tokenizer_folder, *options)
         # The manifest is published: no local path.
         name = Path(args.tokenizer).resolve().name if Path(args.tokenizer).is_dir() else args.tokenizer

@@ -123,7 +123,7 @@ def compare(args: argparse.Namespace, folder: Path) -> None:
     text, tokenizer = folder / "text.txt", folder / "tokenizer"
     text.write_text(source, encoding="utf-8")
     paths = ("--tokenizer_path", tokenizer, "--output_path", folder / "dataset", "--cache_dir", folder / "cache")
-    this = ["tokenize_wikitext103.py", "--train_file", text, *paths, "--overwrite"]
+    this = ["tokenize_wikitext103.py", "--train_file", text, "--row_is", "line", *paths, "--overwrite"]
     run([*this, "--train_tokenizer", "--vocab_size", VOCAB_SIZE])
     programs = {
         "this project": [*this, "--tokenizer", tokenizer],

@@ -9,36 +9,39 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from cotrain.common.errors import UserError, first_line
+from cotrain.data.chat_shapes import ChatReader
 from cotrain.data.corpus import Conversation
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # a template that marks what the model writes
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
-_ROW = "`messages`, a list of {role, content} with texts, or `prompt` and `completion`: correct or remove the row"
 
 
-def read_conversations(name: str, rows: Iterable[str | dict]) -> Iterator[Conversation]:
+def read_conversations(name: str, rows: Iterable, reader: ChatReader | None = None) -> Iterator[Conversation]:
     """Yield each row, an object or its JSON, as JSON of its place, messages, length of the prompt in them, and tools.
 
-    :raises UserError: if a row is no conversation
+    :param reader: gets the faults of the rows that are left out
+    :raises UserError: if the rows are preference data, see `ChatReader`
     """
+    reader = ChatReader() if reader is None else reader
     for number, row in enumerate(rows, 1):
         if isinstance(row, str) and not row.strip():  # a blank line
             continue
+        place = f"'{name}', row {number}"
         try:
-            row, num_given = json.loads(row) if isinstance(row, str) else row, 0
-            if (messages := row.get("messages")) is None:
-                parts = [("user", row["prompt"]), ("assistant", row["completion"])]
-                parts = [x if isinstance(x, list) else [{"role": role, "content": x}] for role, x in parts]
-                messages, num_given = [*parts[0], *parts[1]], len(parts[0])
-            texts = [x["role"] + ("" if x.get("tool_calls") else x["content"]) for x in messages]
-            content = [f"'{name}', row {number}", messages, num_given, row.get("tools")]
-            document = json.dumps(content, ensure_ascii=False)
-            if not texts or _SURROGATE.search(document):
-                raise ValueError("half of a surrogate pair" if texts else "no messages")
+            content = reader.convert(place, row)
+            document = json.dumps([place, *(content or ())], ensure_ascii=False)
+            if _SURROGATE.search(document):
+                raise ValueError("half of a surrogate pair")
+        except UserError:
+            raise
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            what = f"'{name}', row {number}: no conversation ({type(error).__name__}: {first_line(error)})"
-            raise UserError(f"{what}; a row has {_ROW}") from None
-        yield Conversation(document)
+            reason = (
+                first_line(error) if type(error) is ValueError else f"values of a wrong type ({first_line(error)})"
+            )
+            reader.faults.append(f"{place}: {reason:.160}")
+            continue
+        if content is not None:
+            yield Conversation(document)
 
 
 def set_end_of_turn(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -85,7 +88,12 @@ def _read_marks(encode: Callable, messages: list[dict], num_given: int) -> tuple
     batch = encode(messages, return_assistant_tokens_mask=True)
     edges = np.diff([0, *batch["assistant_masks"], 0])
     num_read = len(encode(messages[:num_given])["input_ids"]) if num_given else 0
-    answers = zip(np.flatnonzero(edges == 1), np.flatnonzero(edges == -1), strict=True)
+    answers = list(zip(np.flatnonzero(edges == 1), np.flatnonzero(edges == -1), strict=True))
+    weights = [message.get("weight", 1) for message in messages if message["role"] == "assistant"]
+    if 0 in weights:
+        if len(answers) != len(weights):
+            raise ValueError(f"it marks {len(answers)} of {len(weights)} answers, of which some have weight 0")
+        answers = [answer for answer, weight in zip(answers, weights, strict=True) if weight]
     return np.array(batch["input_ids"], dtype=np.int32), [answer for answer in answers if answer[0] >= num_read]
 
 
@@ -96,7 +104,7 @@ def _compare_prefixes(
     encode = partial(encode, sanitize_control_tokens=True)
     ids, answers = np.array(encode(messages)["input_ids"], dtype=np.int32), []
     for number in range(max(1, num_given), len(messages)):
-        if messages[number]["role"] == "assistant":
+        if messages[number]["role"] == "assistant" and messages[number].get("weight", 1):
             prompt = encode(messages[:number], add_generation_prompt=True)["input_ids"]
             turn = encode(messages[: number + 1])["input_ids"]
             # The last token of the prompt may be one with the first of the answer, as newlines are. It is not learnt.

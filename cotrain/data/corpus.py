@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 from tqdm.auto import tqdm
 
 from cotrain.common.errors import UserError
+from cotrain.data.chat_shapes import ChatReader
 from cotrain.models.objectives import SPLITS
 
 # Maximum sizes, so that a file with a single long line needs no more memory or time than any other. The time of
@@ -24,12 +25,14 @@ from cotrain.models.objectives import SPLITS
 MAX_LINE_CHARS = 20_000
 MAX_DOCUMENT_CHARS = 250_000
 WRITE_CHARS = 10_000_000  # per record batch; Arrow's limit is 2 GiB of strings per batch
+_SCHEMA = pa.schema({"text": pa.string()})
 MAX_VALIDATION = 0.1  # of the characters of one part, if the text has several
 
 # How rows become documents. The same for all splits of a source, and printed.
 LAYOUTS = {
     "titles": "one from each title to the next, as in WikiText",
     "blank lines": "which end at blank lines and at the end of a file",
+    "files": "one in each file; if blank lines separate documents, pass --row_is line",
     "rows": "one in each row",
 }
 
@@ -44,11 +47,15 @@ class Source:
 
     :param parts: for each split, functions that yield rows, None for an empty cell. No document spans two parts
     :param has_lines: whether a row is a line, not a document
+    :param has_files: whether each part is a document, unless it begins with a title of WikiText
+    :param chat: what has read the rows, if they are conversations
     """
 
     name: str
     parts: dict[str, list[Callable[[], Iterable[str | None]]]]
     has_lines: bool
+    has_files: bool = False
+    chat: ChatReader | None = None
 
 
 @dataclass(frozen=True)
@@ -121,7 +128,7 @@ def write_documents(source: Source, split: str, layout: str, folder: Path, part_
 
     :param part_chars: characters after which a file ends
     """
-    num_documents, skipped, schema = 0, Counter(), pa.schema({"text": pa.string()})
+    num_documents, skipped = 0, Counter()
     parts = (split_documents(part(), layout, skipped) for part in source.parts[split])
     documents = itertools.chain.from_iterable(parts)
     with tqdm(desc=f"Reading {split} text", unit=" chars", unit_scale=True, delay=1) as progress:  # seconds
@@ -129,7 +136,7 @@ def write_documents(source: Source, split: str, layout: str, folder: Path, part_
             batch, size, written = [], 0, 0
             with (
                 pa.OSFile(str(folder / f"{split}-{number:05d}.arrow"), "wb") as file,
-                pa.ipc.new_stream(file, schema) as writer,
+                pa.ipc.new_stream(file, _SCHEMA) as writer,
             ):
                 for document in itertools.chain([first], documents):
                     batch.append(document)
@@ -137,20 +144,26 @@ def write_documents(source: Source, split: str, layout: str, folder: Path, part_
                     num_documents += 1
                     progress.update(len(document))
                     if size >= WRITE_CHARS or written + size >= part_chars:
-                        writer.write_table(pa.table({"text": batch}, schema=schema))
+                        writer.write_table(pa.table({"text": batch}, schema=_SCHEMA))
                         batch, size, written = [], 0, written + size
                     if written >= part_chars:
                         break
-                writer.write_table(pa.table({"text": batch}, schema=schema))
+                writer.write_table(pa.table({"text": batch}, schema=_SCHEMA))
     others = "".join(f"; {count:,} {kind} rows skipped" for kind, count in sorted(skipped.items(), reverse=True))
     print(f"{source.name}: {num_documents:,} documents of {split} text, {LAYOUTS[layout]}{others}")
 
 
-def read_corpus(source: Source, folder: Path, part_chars: float = math.inf) -> None:
-    """Read the whole source into files in `folder`."""
-    layout = find_layout(itertools.chain.from_iterable(part() for part in source.parts["train"]), source.has_lines)
+def read_corpus(source: Source, folder: Path, part_chars: float = math.inf, max_left_out: float = 1.0) -> None:
+    """Read the whole source into files in `folder`; UserError if more of its conversations are left out."""
+    layout = "rows"
+    if source.chat is None:
+        rows = itertools.chain.from_iterable(part() for part in source.parts["train"])
+        layout = find_layout(rows, source.has_lines)
+        layout = "files" if source.has_lines and source.has_files and layout != "titles" else layout
     for split in source.parts:
         write_documents(source, split, layout, folder, part_chars)
+    if source.chat is not None:
+        source.chat.report(source.name, max_left_out)
 
 
 def open_corpus(source: Source, folder: Path, validation_fraction: float, seed: int) -> dict[str, Corpus]:
@@ -166,13 +179,31 @@ def open_corpus(source: Source, folder: Path, validation_fraction: float, seed: 
             raise UserError(f"{source.name}: the split '{split}' has no text; pass a file that is not empty")
     if "validation" not in corpus:
         paths = corpus["train"].paths
-        if len(paths) == 1 and len(next(iter(corpus["train"]))) < 2:
+        if (
+            len(paths) == 1
+            and len(next(iter(corpus["train"]))) < 2
+            and not _divide(paths[0], validation_fraction, seed)
+        ):
             remedy = "separate its documents by blank lines" if source.has_lines else "pass a text of several rows"
             raise UserError(f"{source.name} is a single document, so none can be held out for validation: {remedy}")
         if len(paths) > 1:
             validation_fraction = min(validation_fraction, MAX_VALIDATION / len(paths))
         corpus = {split: Corpus(paths, (validation_fraction, seed, n)) for n, split in enumerate(SPLITS)}
     return corpus
+
+
+def _divide(path: Path, fraction: float, seed: int) -> bool:
+    """Divide the only document in a file at the end of a line, so that `hold_out` takes a `fraction` of it."""
+    (text,) = next(iter(Corpus([path]))).read()
+    is_end = hold_out(2, fraction, seed)[1][0] == 1
+    cut = text.find("\n", round(len(text) * (1 - fraction if is_end else fraction))) + 1 or text.rfind("\n") + 1
+    if text[:cut].strip() and text[cut:].strip():
+        new = path.with_suffix(".new")  # the file is mapped into memory
+        with pa.OSFile(str(new), "wb") as file, pa.ipc.new_stream(file, _SCHEMA) as writer:
+            writer.write_table(pa.table({"text": [text[:cut], text[cut:]]}, schema=_SCHEMA))
+        new.replace(path)
+        _open.cache_clear()
+    return len(next(iter(Corpus([path])))) > 1
 
 
 # --- rows -> documents -----------------------------------------------------------------------------------------------
@@ -199,22 +230,29 @@ def _cut_row(row: str) -> Iterator[str]:
     Lines are cut at spaces if possible. White space at the start of a line is the indentation of code.
     """
     for line in row.split("\n"):
-        while len(line) > MAX_LINE_CHARS and not isinstance(row, Conversation):
+        while len(line) > MAX_LINE_CHARS:
             cut = line.rfind(" ", 1, MAX_LINE_CHARS) + 1 or MAX_LINE_CHARS
             yield line[:cut].rstrip()
             line = line[cut:]
         yield line.rstrip()
 
 
-def _mark_ends(rows: Iterable[str | None], layout: str, skipped: Counter[str]) -> Iterator[str | None]:
+def _cut_text(lines: Iterable[str]) -> Iterator[str]:
+    """Yield a text as it is, in pieces of at most MAX_DOCUMENT_CHARS, which end at line ends if possible."""
+    pieces, size = [], 0
+    for line in itertools.chain.from_iterable(text.splitlines(keepends=True) for text in lines):
+        for begin in range(0, len(line), MAX_DOCUMENT_CHARS):
+            piece = line[begin : begin + MAX_DOCUMENT_CHARS]
+            if size + len(piece) > MAX_DOCUMENT_CHARS:
+                yield "".join(pieces)
+                pieces, size = [], 0
+            pieces.append(piece)
+            size += len(piece)
+    yield "".join(pieces)
+
+
+def _mark_ends(rows: Iterable[str | None], layout: str) -> Iterator[str | None]:
     """Yield the lines of the rows, and None where a document ends."""
-    if layout == "rows":
-        for row in rows:
-            if row is None or not row.strip():
-                skipped["null" if row is None else "blank"] += 1
-            yield from _cut_row(row or "")
-            yield None
-        return
     clean = str.strip if layout == "titles" else str.rstrip
     for has_text, paragraph in itertools.groupby((clean(row or "") for row in rows), key=bool):
         head = list(itertools.islice(paragraph, 2))
@@ -233,10 +271,24 @@ def split_documents(
     :param layout: a key of LAYOUTS. In any case a document has at most MAX_DOCUMENT_CHARS: BookCorpus has one sentence
         per row and no separators between books
     :param skipped: counts the rows of the layout "rows" that are "null" or "blank"
-    :returns: documents that are not blank: lines joined by newlines
+    :returns: documents that are not blank. In the layouts "rows" and "files" they are as in the source, in others
+        their lines have no white space at their ends
     """
+    skipped = Counter() if skipped is None else skipped
+    if layout == "files":
+        yield from filter(str.strip, _cut_text(rows))
+        return
+    if layout == "rows":
+        for row in rows:
+            if row is None or not row.strip():
+                skipped["null" if row is None else "blank"] += 1
+            elif isinstance(row, Conversation):
+                yield row
+            else:
+                yield from filter(str.strip, _cut_text([row.strip("\r\n")]))
+        return
     lines, size = [], 0
-    for line in _mark_ends(rows, layout, Counter() if skipped is None else skipped):
+    for line in _mark_ends(rows, layout):
         if lines and (line is None or size + len(line) > MAX_DOCUMENT_CHARS):
             if document := "\n".join(lines).strip("\n"):
                 yield document

@@ -10,7 +10,7 @@ import itertools
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 import pyarrow as pa
@@ -26,6 +26,8 @@ SCHEMAS = {
     for name, objective in OBJECTIVES.items()
 }
 
+# Lines, or 20,000 characters of one, cut at spaces if possible: the time of sentencex is quadratic in the length.
+_LINES = re.compile(r"[^\n]{1,20000}$|[^\n]{1,19999} |[^\n]{1,20000}", re.MULTILINE)
 # For these, sentencex finds no sentence: Thai has no full stops, but writes a space after a sentence or clause.
 _ENDS = {"th": re.compile(r"(?<=\S{12}) +(?=\S{12})"), "km": re.compile(r"(?<=[។៕!?])\s+")}
 _EMPTY = np.zeros(0, dtype=np.int32)
@@ -51,12 +53,19 @@ class PackingStats:
     instances: int = 0  # samples
     tokens: int = 0
     unknown_tokens: int = 0
-    truncated_documents: int = 0  # conversations that are longer than a sample
+    truncated_documents: int = 0  # conversations whose last answer does not end within a sample
     dropped_documents: int = 0  # documents without a sample: fewer than two tokens, or no answer
     dropped_tokens: int = 0
+    # Of conversations, not in the manifest:
+    faults: list[str] = field(default_factory=list)  # of those that the chat template does not take
+    long: list[int] = field(default_factory=list)  # tokens to the last answer of each that is too long
 
     def __add__(self, other: PackingStats) -> PackingStats:
         return PackingStats(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
+
+    def counts(self) -> dict[str, int]:
+        """Return the numbers for the manifest."""
+        return {name: value for name, value in asdict(self).items() if isinstance(value, int)}
 
 
 def split_sentences(document: str, language: str = "en") -> list[str]:
@@ -68,7 +77,7 @@ def split_sentences(document: str, language: str = "en") -> list[str]:
     :param language: a code in languages.txt
     """
     sentences: list[str] = []
-    for line in document.split("\n"):
+    for line in _LINES.findall(document):
         begins = len(sentences)
         for sentence in _ENDS[language].split(line) if language in _ENDS else sentencex.segment(language, line):
             # WikiText writes 3.5 as "3 @.@ 5", which does not end a sentence.
@@ -160,6 +169,15 @@ def pack_contiguous(documents: Iterable[np.ndarray], max_seq_length: int, eos_id
         yield _to_sample(text[begin : begin + max_seq_length])
 
 
+def cut_conversation(ids: np.ndarray, learnt: np.ndarray, max_seq_length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cut a conversation that is too long after the last answer that fits whole; before all if there is none."""
+    if len(ids) > max_seq_length:
+        ends = np.flatnonzero(np.diff(learnt, append=np.int8(0)) == -1) + 1
+        stop = max(ends[ends <= max_seq_length], default=0)
+        return ids[:stop], learnt[:stop]
+    return ids, learnt
+
+
 def pack_conversations(
     conversations: Iterable[tuple[np.ndarray, np.ndarray]], max_seq_length: int
 ) -> Iterator[Sample]:
@@ -193,6 +211,7 @@ def build_samples(documents: list, encoder: TextEncoder, config: PackingConfig) 
     cls_id, sep_id, eos_id = (getattr(encoder.tokenizer, f"{name}_token_id") for name in ("cls", "sep", "eos"))
     if objective.has_answers:
         encoded = [[ids] for ids, _ in documents]
+        long = [end for _, mask in documents if (end := len(np.trim_zeros(mask, "b"))) > capacity]
     else:
         texts = [split_sentences(x, config.language) if objective.has_sentence_order else [x] for x in documents]
         ids = iter(encoder.encode(list(itertools.chain.from_iterable(texts))))
@@ -200,7 +219,8 @@ def build_samples(documents: list, encoder: TextEncoder, config: PackingConfig) 
     sizes = [sum(map(len, text)) for text in encoded]
     dropped = sum(size <= objective.has_sentence_order for size in sizes)  # a pair has two tokens
     if objective.has_answers:
-        cut = [(ids[:capacity], mask[:capacity]) for ids, mask in documents if mask[:capacity].any()]
+        cut = [cut_conversation(*document, capacity) for document in documents]
+        cut = [(ids, mask) for ids, mask in cut if mask.any()]
         samples, dropped = list(pack_conversations(cut, capacity)), len(documents) - len(cut)
     elif objective.has_sentence_order:
         pairs = (pack_pairs(text, capacity, cls_id, sep_id, config.seed) for text in encoded)
@@ -217,8 +237,9 @@ def build_samples(documents: list, encoder: TextEncoder, config: PackingConfig) 
         instances=len(samples),
         tokens=sum(len(sample["input_ids"]) for sample in samples),
         unknown_tokens=sum(int(np.count_nonzero(x["input_ids"] == encoder.unknown_id)) for x in samples),
-        truncated_documents=sum(size > capacity for size in sizes) if objective.has_answers else 0,
+        truncated_documents=len(long) if objective.has_answers else 0,
         dropped_documents=dropped,
         dropped_tokens=sum(size + is_ended for size in sizes if size) - kept,
+        long=long if objective.has_answers else [],
     )
     return pa.table({name: [sample[name] for sample in samples] for name in schema.names}, schema=schema), stats

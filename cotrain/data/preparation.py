@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import json
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -18,12 +19,14 @@ from cotrain.common.atomic_files import temporary_folder
 from cotrain.common.errors import UserError
 from cotrain.common.json_file import JsonLinesFile, read_records
 from cotrain.data.archive import DATASET, write_archive
+from cotrain.data.chat_shapes import report_left_out
 from cotrain.data.conversations import encode_conversation
 from cotrain.data.corpus import Corpus, Documents
 from cotrain.data.encoding import TextEncoder
 from cotrain.data.loading import check_samples, open_samples
 from cotrain.data.manifest import Manifest, Shard
 from cotrain.data.packing import SCHEMAS, PackingConfig, PackingStats, build_samples
+from cotrain.data.preview import show_preview
 from cotrain.data.tokenizers import load_tokenizer
 from cotrain.models.vocabulary import vocabulary_size
 from peerstep.processes import leave_with_parent
@@ -53,16 +56,20 @@ def save_dataset(
     work: Path,
     folder: Path,
     archive: Path | None = None,
+    max_left_out: float = 1.0,
+    preview: int = 0,
 ) -> tuple[dict[str, dict[str, int]], list[Shard]]:
     """Tokenize and pack all splits, and save them in a folder that `datasets.load_from_disk` opens.
 
     :param tokenizer: folder with the tokenizer
     :param work: folder for intermediate files
     :param archive: write shards of the training text beside this file, and not into the folder
-    :returns: for each split, the fields of `PackingStats`; and the shards
-    :raises UserError: if a split makes no sample
+    :param max_left_out: fraction of the conversations that may be left out
+    :param preview: samples to show
+    :returns: for each split, the counts of `PackingStats`; and the shards
+    :raises UserError: if a split makes no sample, or too many conversations are left out
     """
-    splits, shards, dataset = {}, [], DatasetDict()
+    splits, shards, dataset, total = {}, [], DatasetDict(), PackingStats()
     with open_pool(num_proc) as map_tasks:
         write = partial(_write_samples, map_tasks, tokenizer, config)
         for split, parts in corpus.items():
@@ -72,12 +79,35 @@ def save_dataset(
                 path = work / f"{split}.samples"
                 stats = write(split, parts, path)
                 dataset[split] = Dataset(MemoryMappedTable.from_file(str(path)), fingerprint=split)
-            if not stats.instances:
+            total += stats
+            if not stats.instances and not total.faults and not total.long:
                 what = f"the {split} text ({stats.documents} documents)"
                 raise UserError(f"{what} makes no sample; pass a longer text, or for chat more or earlier answers")
-            splits[split] = asdict(stats)
+            splits[split] = stats.counts()
+    if config.objective == "chat":
+        report_losses(total, config.max_seq_length, max_left_out)
     dataset.save_to_disk(folder)
+    shown = dataset.get("train", dataset["validation"])
+    step = 1 if config.objective == "chat" else max(1, len(shown) // max(1, preview))  # of texts several files
+    samples = [shown[n] for n in range(0, len(shown), step)[:preview]]
+    show_preview(samples, open_encoder(str(tokenizer)).tokenizer, folder)
     return splits, shards
+
+
+def report_losses(stats: PackingStats, max_seq_length: int, max_left_out: float) -> None:
+    """Print the conversations that are cut or left out; UserError if too many are left out."""
+    report_left_out(stats.faults, stats.documents, max_left_out)
+    if not stats.long:
+        return
+    lost, total = stats.dropped_documents - len(stats.faults), stats.documents - len(stats.faults)
+    lengths = sorted(stats.long, reverse=True)
+    what = f"{len(lengths):,} of {total:,} conversations are longer than --max_seq_length {max_seq_length}: "
+    what += f"{len(lengths) - lost:,} are cut after the last answer that fits whole, {lost:,} are left out"
+    if (allowed := total // 100) < len(lengths):
+        what += f"; --max_seq_length {lengths[allowed]} keeps 99 % whole"
+    if lost > max_left_out * total:
+        raise UserError(f"{what}; pass it, or --max_left_out {-(-lost * 100 // total) / 100:g} to allow it")
+    print(what)
 
 
 def _write_shards(
@@ -131,8 +161,26 @@ def tokenize_group(tokenizer: str, config: PackingConfig, documents: Documents) 
     """Tokenize and pack documents, by the tokenizer in a folder."""
     encoder, texts = open_encoder(tokenizer), documents.read()
     if config.objective == "chat":
-        texts = [encode_conversation(text, encoder.tokenizer) for text in texts]
+        return _tokenize_conversations(texts, encoder, config)
     return build_samples(texts, encoder, config)
+
+
+def _tokenize_conversations(
+    texts: list[str], encoder: TextEncoder, config: PackingConfig
+) -> tuple[pa.Table, PackingStats]:
+    """Do the same for conversations, without those that the chat template does not take."""
+    conversations, faults = [], []
+    for text in texts:
+        try:
+            ids, learnt = encode_conversation(text, encoder.tokenizer)
+            if not learnt.any():
+                raise UserError(f"{json.loads(text)[0]}: the chat template shows no answer to learn")
+            conversations.append((ids, learnt))
+        except UserError as error:
+            faults.append(str(error).partition(";")[0])
+    samples, stats = build_samples(conversations, encoder, config)
+    refused = PackingStats(documents=len(faults), dropped_documents=len(faults), faults=faults)
+    return samples, stats + refused
 
 
 @lru_cache(maxsize=1)
@@ -154,6 +202,6 @@ def summarize(manifest: Manifest) -> str:
         fill = numbers["tokens"] / (manifest.max_seq_length * numbers["instances"])
         lines.append(f"{split}: {counts}; mean fill {fill:.1%}")
         if split == "train" and fill < 0.8 and manifest.objective != "chat":
-            remedy = "If blank lines separate paragraphs rather than documents, remove them"
+            remedy = "If blank lines or rows separate paragraphs rather than documents, see --row_is"
             lines.append(f"Warning: most documents are short. {remedy}")
     return "\n".join(lines)

@@ -3,13 +3,12 @@
 import codecs
 import contextlib
 import glob
-import json
 import mimetypes
 import platform
 import re
 import shutil
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -20,18 +19,23 @@ import datasets
 import fsspec
 
 from cotrain.common.errors import UserError, first_line
+from cotrain.data.chat_shapes import ChatReader
 from cotrain.data.conversations import read_conversations
 from cotrain.data.corpus import Source
+from cotrain.data.tables import read_csv, read_dataset, read_json
 from cotrain.models.objectives import SPLITS
 
-# The builders of `datasets` by file name, without .gz and the like; other files are text.
-_BUILDERS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".tsv": "csv"}
+# Kinds of files by name, without .gz and the like; other files are text.
+_KINDS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".tsv": "csv"}
 READ_CHARS = 1_000_000  # read from a text file at a time
 # Without the code pages of DOS and Macs, which charset-normalizer finds in short texts of any language
 _ENCODINGS = (
     "utf_16 utf_16_le utf_16_be cp1252 cp1250 cp1251 cp1253 cp1254 cp1255 cp1256 cp1257 cp1258 cp874 cp866 koi8_r "
     "koi8_u cp932 euc_jis_2004 gb18030 big5 cp949 iso8859_2 iso8859_5"
 )
+
+
+Column = str | ChatReader | None  # of the text; or each row is a conversation, which this reads
 
 
 # --- embedded text ---------------------------------------------------------------------------------------------------
@@ -52,7 +56,7 @@ def open_sample() -> Source:
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def open_files(pattern: str, work: Path, column: str | None, encoding: str | None) -> Source:
+def open_files(pattern: str, work: Path, column: Column, encoding: str | None) -> Source:
     """Open the files that a path or a wildcard names; `column` and `encoding` as for `open_splits`."""
     paths = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
     files = [Path(path) for path in paths if not Path(path).is_dir()]
@@ -64,19 +68,23 @@ def open_files(pattern: str, work: Path, column: str | None, encoding: str | Non
     return open_splits(Path(pattern).name, {"train": files}, column, encoding)
 
 
-def open_splits(name: str, splits: dict[str, list[Path]], column: str | None, encoding: str | None) -> Source:
+def open_splits(name: str, splits: dict[str, list[Path]], column: Column, encoding: str | None) -> Source:
     """Open files; UserError if they are not all of one kind.
 
-    :param column: of the text, if the files have columns; None: each row is a conversation
     :param encoding: of the files; None: find it
     """
-    kinds = {_BUILDERS.get(_find_suffix(path), "text") for paths in splits.values() for path in paths}
+    used = {split: [x for x in paths if x.stat().st_size] or paths[:1] for split, paths in splits.items()}
+    if num_empty := sum(len(paths) - len(used[split]) for split, paths in splits.items()):  # as __init__.py
+        print(f"{name}: {num_empty} empty files are left out")
+    splits = used
+    kinds = {_KINDS.get(_find_suffix(path), "text") for paths in splits.values() for path in paths}
     if len(kinds) > 1:
         raise UserError(f"'{name}' has files of several kinds; pass those of one kind, as in 'FOLDER/*.jsonl'")
     (kind,) = kinds
     options = kind, column, encoding
     parts = {split: [partial(_read_file, path, *options) for path in paths] for split, paths in splits.items()}
-    return Source(name, parts, has_lines=kind == "text" and column is not None)
+    is_text = kind == "text" and isinstance(column, str)
+    return Source(name, parts, has_lines=is_text, has_files=is_text, chat=None if isinstance(column, str) else column)
 
 
 def _find_suffix(path: Path) -> str:
@@ -84,25 +92,45 @@ def _find_suffix(path: Path) -> str:
     return (path.with_suffix("") if fsspec.utils.infer_compression(str(path)) else path).suffix.lower()
 
 
-def _read_file(path: Path, kind: str, column: str | None, encoding: str | None) -> Iterator[str | None]:
-    """Yield the rows of a file: lines, of at most READ_CHARS characters, or what a builder of `datasets` reads."""
+def _read_file(path: Path, kind: str, column: Column, encoding: str | None) -> Iterator[str | None]:
+    """Yield the texts or conversations of a file; of a text its lines with their ends, each at most READ_CHARS."""
     with _explain(path.name):
-        options = {} if kind == "parquet" else {"encoding": encoding or find_encoding(path)}
-        if kind == "text" or (kind == "json" and column is None):
-            with fsspec.open(str(path), "rt", compression="infer", **options) as file:
-                if column is not None:
-                    yield from iter(partial(file.readline, READ_CHARS), "")
-                    return
-                # `datasets` counts rows from 0 in each block, and makes the messages of a list strings.
-                is_list = file.readline().lstrip().startswith("[")
-                file.seek(0)
-                yield from read_conversations(path.name, json.load(file) if is_list else file)
+        if kind == "parquet":
+            datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the messages are in ours
+            # One dataset for each file: files with other columns do not fit into one.
+            dataset = datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True)
+            yield from _read_dataset(path.name, dataset, column)
             return
-        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the messages are in ours
-        options |= {"sep": "\t"} if _find_suffix(path) == ".tsv" else {}
-        # One dataset for each file: files with other columns do not fit into one.
-        dataset = datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True, **options)
-        yield from _read_column(path.name, dataset, column)
+        options = {"encoding": encoding or find_encoding(path), "newline": ""}
+        with fsspec.open(str(path), "rt", compression="infer", **options) as file:
+            lines = iter(partial(file.readline, READ_CHARS), "")
+            if kind == "text" and isinstance(column, str):
+                yield from lines
+                return
+            rows = lines if kind == "text" else read_json(file)
+            if kind == "csv":
+                rows = read_csv(path.name, file, "\t" if _find_suffix(path) == ".tsv" else ",")
+            yield from _take(path.name, rows, column)
+
+
+def _take(name: str, rows: Iterable[Any], column: Column) -> Iterator[str | None]:
+    """Yield the texts or conversations in rows; UserError if there is no such column, or it has no text."""
+    if not isinstance(column, str):
+        yield from read_conversations(name, rows, column)
+        return
+    row, is_there = {}, False
+    for number, row in enumerate(rows, 1):
+        if isinstance(row, str) and not row.strip():  # a blank line
+            continue
+        if not isinstance(row, dict) or None in row:
+            raise ValueError(f"{'too many values' if isinstance(row, dict) else 'no JSON object'} in row {number}")
+        text, is_there = row.get(column), is_there or column in row
+        if not isinstance(text, str | None):
+            kind = type(text).__name__
+            raise UserError(f"--text_column: '{column}' of '{name}' has values of type {kind}, not text")
+        yield text
+    if not is_there:
+        raise UserError(f"--text_column: '{name}' has no column '{column}', but {', '.join(row)}")
 
 
 @contextlib.contextmanager
@@ -121,11 +149,11 @@ def _explain(name: str) -> Iterator[None]:
 @cache
 def find_encoding(path: Path) -> str:
     """Return UTF-8, or the encoding that charset-normalizer finds and this prints; UserError if a file is not text."""
-    if zipfile.is_zipfile(path) and len(zipfile.ZipFile(path).namelist()) > 1:
+    if zipfile.is_zipfile(path) and sum("__MACOSX/" not in name for name in zipfile.ZipFile(path).namelist()) > 1:
         raise UserError(f"'{path.name}' has several files; unpack it, and pass the folder")
     with fsspec.open(str(path), compression="infer") as file:
         sample = file.read(READ_CHARS)
-    if not sample.strip():
+    if not sample:
         raise UserError(f"'{path.name}' has no text; pass a file that is not empty")
     # A character that is cut at the end of the sample is no damage.
     text = codecs.getincrementaldecoder("utf-8")("replace").decode(sample, final=len(sample) < READ_CHARS)
@@ -150,9 +178,7 @@ def find_encoding(path: Path) -> str:
 # --- datasets --------------------------------------------------------------------------------------------------------
 
 
-def open_dataset(
-    name: str, config_name: str | None, column: str | None, encoding: str | None, **options: Any
-) -> Source:
+def open_dataset(name: str, config_name: str | None, column: Column, encoding: str | None, **options: Any) -> Source:
     """Open a dataset on the Hugging Face Hub, or one in a folder; UserError if there is none of this name.
 
     :param options: of `datasets.load_dataset`
@@ -177,8 +203,9 @@ def open_dataset(
         raise UserError(f"--dataset_name: '{full_name}' has no split 'train', but {', '.join(map(str, splits))}")
     used = {split: splits[split] for split in SPLITS if split in splits}
     if not folder.is_dir():
-        parts = {split: [partial(_read_column, full_name, dataset, column)] for split, dataset in used.items()}
-        return Source(full_name, parts, has_lines=used["train"].builder_name == "text")
+        parts = {split: [partial(_read_dataset, full_name, dataset, column)] for split, dataset in used.items()}
+        chat = None if isinstance(column, str) else column
+        return Source(full_name, parts, has_lines=used["train"].builder_name == "text", chat=chat)
     used = {split: [Path(file).resolve() for file in files] for split, files in used.items()}
     others = {path.resolve() for path in folder.rglob("*") if path.is_file()}.difference(*used.values())
     if others:
@@ -187,19 +214,9 @@ def open_dataset(
     return open_splits(folder.name, used, column, encoding)
 
 
-def _read_column(name: str, dataset, column: str | None) -> Iterator[str | None]:
+def _read_dataset(name: str, dataset, column: Column) -> Iterator[str | None]:
     """Yield the texts, or conversations, of a `Dataset` or `IterableDataset`; UserError if the column has none."""
     with _explain(name):
-        if column is None:
-            yield from read_conversations(name, dataset)
-            return
         if column in (dataset.column_names or ()):
             dataset = dataset.select_columns(column)
-        for batch in dataset.iter(batch_size=1000):
-            if column not in batch:
-                raise UserError(f"--text_column: '{name}' has no column '{column}', but {', '.join(batch)}")
-            for row in batch[column]:
-                if not isinstance(row, str | None):
-                    kind = type(row).__name__
-                    raise UserError(f"--text_column: '{column}' of '{name}' has values of type {kind}, not text")
-                yield row
+        yield from _take(name, read_dataset(dataset), column)

@@ -14,6 +14,7 @@ from pyarrow import parquet
 
 import tokenize_wikitext103
 from cotrain.common.errors import UserError
+from cotrain.data.chat_shapes import ChatReader
 from cotrain.data.conversations import encode_conversation, read_conversations, set_end_of_turn
 from cotrain.data.encoding import TextEncoder
 from cotrain.data.loading import check_dataset, load_split
@@ -78,7 +79,6 @@ def test_answers_are_learnt_in_both_styles(style, name):
     ("style", "row", "learnt"),
     [
         ("chatml", chat("hello", "Hi", "Ho", roles=("assistant", "user", "assistant")), ["Ho<|im_end|>"]),
-        ("chatml", chat("Hi", ""), ["<|im_end|>"]),
         # The prompt ends in a newline, the answer begins with two: the first two are a token, which is not learnt.
         ("chatml", chat("Hi", "\n\nHo"), ["\nHo<|im_end|>"]),
         ("alternating", chat("Hi", "Ho", "a", "b"), [" Ho<|endoftext|>", " b<|endoftext|>"]),
@@ -147,9 +147,9 @@ def to_parquet(rows: list[dict]) -> bytes:
     return buffer.getvalue()
 
 
-def read(path: Path) -> list[tuple[str, list[dict]]]:
+def read(path: Path, reader: ChatReader | None = None) -> list[tuple[str, list[dict]]]:
     """Return the place and the messages of each row."""
-    (part,) = open_files(str(path), path.parent, None, None).parts["train"]
+    (part,) = open_files(str(path), path.parent, reader, None).parts["train"]
     return [tuple(json.loads(document)[:2]) for document in part()]
 
 
@@ -189,33 +189,42 @@ def test_row_that_is_read(tmp_path, name, content, number, messages):
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ('{"messages": [{"role": "us', "JSONDecodeError: Invalid control character"),
-        ("[1]", "'list' object has no attribute"),
-        ('"text"', "'str' object has no attribute"),
-        ('{"text": "abc"}', "KeyError: 'prompt'"),
-        ('{"conversations": [{"from": "human", "value": "abc"}]}', "KeyError: 'prompt'"),
-        ('{"prompt": "abc"}', "KeyError: 'completion'"),
-        ('{"prompt": "abc", "completion": null}', 'not "NoneType"'),
-        ('{"messages": []}', "no messages"),
-        ('{"messages": "abc"}', "TypeError"),
-        ('{"messages": [{"from": "human", "value": "abc"}]}', "KeyError: 'role'"),
-        ('{"messages": ["abc"]}', "TypeError"),
-        ('{"messages": [{"role": "user", "content": 3}]}', 'not "int"'),
-        ('{"messages": [{"role": "user", "content": [{"text": "a"}]}]}', 'not "list"'),
+        ('{"messages": [{"role": "us', "no JSON object"),
+        ("[1]", "message 1 has no role"),
+        ('"text"', "no JSON object"),
+        ('{"text": "abc"}', "its columns (text) are no known shape; the nearest is "),
+        ('{"instruction": "a", "outptu": "b"}', "the nearest is Alpaca (instruction, input, output)"),
+        ('{"conversation_list": []}', "the nearest is ShareGPT (conversation"),
+        ('{"conversations": [{"from": "human", "value": "abc"}]}', "no answer to learn"),
+        ('{"prompt": "abc"}', "its columns (prompt) are no known shape; the nearest is prompt and "),
+        ('{"prompt": "abc", "completion": null}', "its columns (prompt) are no known shape"),
+        ('{"prompt": "abc", "completion": 3}', "values of a wrong type"),
+        ('{"prompt": "abc", "completion": " \\n"}', "message 2, an answer, is empty"),
+        ('{"messages": []}', "no answer to learn"),
+        ('{"messages": "abc"}', "values of a wrong type"),
+        ('{"messages": ["abc"]}', "no answer to learn"),
+        ('{"messages": [{"role": "user", "content": 3}]}', "message 1 has int in place of a text"),
+        ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "message 1 has parts that are no text"),
+        (
+            '{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}',
+            "the weight 0.5; 0 and 1 are supported",
+        ),
+        ('{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}', "no answer to learn"),
         ('{"prompt": "a", "completion": "\\ud83d"}', "half of a surrogate pair"),
     ],
 )
-def test_a_wrong_row_is_named(tmp_path, row, reason):
+def test_a_wrong_row_is_left_out_with_the_reason(tmp_path, row, reason):
     (tmp_path / "t.jsonl").write_text(f"{LINES}\n{row}\n{LINES}\n", encoding="utf-8")
-    with pytest.raises(UserError, match=r"^'t\.jsonl', row 4: no conversation .*; a row has `messages`") as error:
-        read(tmp_path / "t.jsonl")
-    assert reason in str(error.value) and str(error.value).endswith(": correct or remove the row")
+    reader = ChatReader()
+    assert len(read(tmp_path / "t.jsonl", reader)) == 6
+    (fault,) = reader.faults
+    assert fault.startswith("'t.jsonl', row 4: ") and reason in fault and "Error" not in fault
 
 
-def test_text_is_refused(tmp_path):
+def test_text_is_no_conversation(tmp_path):
     (tmp_path / "t.txt").write_text("abc", encoding="utf-8")
-    with pytest.raises(UserError, match=r"'t\.txt', row 1: no conversation"):
-        read(tmp_path / "t.txt")
+    reader = ChatReader()
+    assert read(tmp_path / "t.txt", reader) == [] and reader.faults == ["'t.txt', row 1: no JSON object"]
 
 
 # --- samples ---------------------------------------------------------------------------------------------------------
@@ -239,19 +248,20 @@ def test_conversations_are_packed_whole():
     assert sizes.sum() / (64 * len(samples)) > 0.95
 
 
-def test_long_conversations_are_truncated_and_counted():
+def test_long_conversations_are_cut_at_turns_and_counted():
     encoder, config = TextEncoder(prepare_tokenizer("chatml")), PackingConfig("chat", max_seq_length=40)
-    rows = [chat("Hi", "Ho"), chat("Hi", "o" * 50), chat("i" * 50, "Ho"), chat("Hi")]
+    rows = [chat("Hi", "Ho"), chat("Hi", "o" * 50), chat("Hi", "Hey", "i" * 50, "Ho")]
     encoded = [encode_conversation(x, encoder.tokenizer) for x in read_conversations("f", rows)]
     table, stats = build_samples(encoded, encoder, config)
-    assert (stats.documents, stats.truncated_documents, stats.dropped_documents) == (4, 2, 2)
     sizes = [len(ids) for ids, _ in encoded]
-    assert stats.tokens == sizes[0] + 40 and stats.dropped_tokens == sum(sizes) - stats.tokens
+    assert (stats.documents, stats.truncated_documents, stats.dropped_documents) == (3, 2, 1)
+    assert stats.long == [size - 1 for size in sizes[1:]]  # without the newline after the end of the turn
+    assert stats.tokens == 2 * sizes[0] and stats.dropped_tokens == sum(sizes) - stats.tokens
     learnt = [
         encoder.tokenizer.decode(np.array(ids)[np.array(mask) == 1])
         for ids, mask in zip(table["input_ids"].to_pylist(), table["answer_mask"].to_pylist(), strict=True)
     ]
-    assert sorted(learnt) == ["Ho<|im_end|>", "o" * (40 - 21)]
+    assert sorted(learnt) == ["Hey<|im_end|>", "Ho<|im_end|>"]
 
 
 @pytest.fixture
@@ -299,5 +309,5 @@ def test_a_dataset_in_a_folder(tmp_path, conversations):
 
 def test_no_answer_at_all_is_explained(tmp_path, conversations):
     Path(conversations["train_file"]).write_text("\n".join([json.dumps(chat("Hi"))] * 4), encoding="utf-8")
-    with pytest.raises(UserError, match="the train text .* makes no sample; pass .* answers"):
+    with pytest.raises(UserError, match=r"4 of 4 rows are left out: 'chats.jsonl', row 1: no answer to learn;"):
         tokenize_wikitext103.prepare(arguments(tmp_path, **conversations))

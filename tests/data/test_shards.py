@@ -107,7 +107,7 @@ def test_shards_have_the_samples_of_the_archive(tmp_path):
     for split, size in (("train", 60), ("validation", 5)):
         documents = ("\n".join(paragraph.format(100 * i + j) for j in range(20)) for i in range(size))
         (texts / f"{split}.txt").write_text("\n\n".join(documents), encoding="utf-8")
-    flags = {"sample": False, "dataset_name": str(texts), "vocab_size": 60}
+    flags = {"sample": False, "dataset_name": str(texts), "vocab_size": 60, "row_is": "line"}
     whole = prepare(tmp_path / "whole", **flags, shard_size=None)
     manifest = prepare(tmp_path / "parts", **flags)
     assert manifest.splits == whole.splits and manifest.tokenizer_sha256 == whole.tokenizer_sha256

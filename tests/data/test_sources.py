@@ -51,15 +51,17 @@ def read_source(source: Source, work: Path) -> list[str]:
     return sorted(text for parts in corpus.values() for documents in parts for text in documents.read())
 
 
-def read(folder: Path, name: str, column: str = "text", encoding: str | None = None) -> list[str]:
-    """Return the documents of a file, a wildcard or a folder, sorted."""
+def read(
+    folder: Path, name: str, column: str = "text", encoding: str | None = None, has_lines: bool = True
+) -> list[str]:
+    """Return the documents of a file, a wildcard or a folder, sorted; those of text end at blank lines."""
     work = folder.parent / f"{folder.name}.work"
     work.mkdir(exist_ok=True)
     if (folder / name).is_dir():
         source = open_dataset(str(folder / name), None, column, encoding, cache_dir=str(work))
     else:
         source = open_files(str(folder / name), work, column, encoding)
-    return read_source(source, work)
+    return read_source(replace(source, has_files=source.has_files and not has_lines), work)
 
 
 def write(folder: Path, files: dict[str, bytes]) -> None:
@@ -163,12 +165,12 @@ def test_documents_and_what_is_left_out(tmp_path, capsys, files, name, documents
     assert printed in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("has_lines", "documents"), [(None, ["a\nb", "c"]), (False, ["a", "b", "c"])])
+@pytest.mark.parametrize(("has_lines", "documents"), [(True, ["a\nb", "c"]), (False, ["a", "b", "c"])])
 def test_what_a_row_is_can_be_said(tmp_path, has_lines, documents):
     """--row_is document, for a text file with a document in each line."""
     write(tmp_path, {"t.txt": b"a\nb\n\nc"})
     source = open_files(str(tmp_path / "t.txt"), tmp_path, "text", None)
-    source = source if has_lines is None else replace(source, has_lines=has_lines)
+    source = replace(source, has_lines=has_lines, has_files=False)
     assert read_source(source, tmp_path) == documents
 
 
@@ -176,7 +178,7 @@ def test_a_pipe_is_read_once(tmp_path):
     reader, writer = os.pipe()
     os.write(writer, TEXT.encode())
     os.close(writer)
-    source = open_files(f"/dev/fd/{reader}", tmp_path, "text", None)
+    source = replace(open_files(f"/dev/fd/{reader}", tmp_path, "text", None), has_files=False)
     assert read_source(source, tmp_path) == sorted(DOCUMENTS)
     os.close(reader)
 
@@ -196,7 +198,7 @@ def test_a_pipe_is_read_once(tmp_path):
         ({"a/x.py": b"x = 1"}, "a", r"--dataset_name: .*a' cannot be loaded: No .*--train_file '.*a/\*'"),
         ({"a/.x": b""}, "a", r"--dataset_name: .*cannot be loaded: .*it needs \.txt, \.jsonl"),
         ({"a/test.txt": b"x"}, "a", r"'.*a' has no split 'train', but test"),
-        ({"t.jsonl": JSONL.encode() + b'{"text": "open'}, "t.jsonl", r"'t\.jsonl' cannot be read .*in row 4"),
+        ({"t.jsonl": JSONL.encode() + b'{"text": "open'}, "t.jsonl", r"'t\.jsonl' cannot be read .*in row 5"),
         ({"a.jsonl": JSONL.encode(), "b.jsonl": b"{"}, "*.jsonl", r"'b\.jsonl' cannot be read"),
         ({"t.jsonl": b'{"text": 1}\n{"text": 2}\n'}, "t.jsonl", r"--text_column: 'text' of 't\.jsonl' .* type int"),
         ({"t.jsonl": b'{"text": ["a", "b"]}\n'}, "t.jsonl", r"--text_column: 'text' of 't\.jsonl' .* type list"),
@@ -212,3 +214,83 @@ def test_what_is_no_text_is_named(tmp_path, files, name, message):
     with pytest.raises(UserError, match=message) as error:
         read(tmp_path, name)
     assert "\n" not in str(error.value)
+
+
+# --- a file is a document --------------------------------------------------------------------------------------------
+
+CODE = "import os\r\n\r\n\r\ndef f(x):\r\n\treturn x  \r\n"
+NOVEL = "CHAPTER I\n\n\n" + "It was a dark night.  \n   The rain fell.\n\n" * 20
+
+
+def test_a_file_is_a_document_as_it_is(tmp_path, capsys):
+    files = {"a.py": CODE, "b.py": "\n\nx = 1", "c.md": NOVEL, "__init__.py": "", "d.py": ""}
+    write(tmp_path, {name: text.encode() for name, text in files.items()})
+    assert read(tmp_path, "*", has_lines=False) == sorted([CODE, "\n\nx = 1", NOVEL])
+    out = capsys.readouterr().out
+    assert "3 documents of train text, one in each file; if blank lines" in out and "--row_is line" in out
+    assert "2 empty files are left out" in out
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_of_a_single_document_the_end_or_the_beginning_is_held_out(tmp_path, seed, end):
+    text = NOVEL.replace("\n", end)
+    write(tmp_path, {"novel.txt": text.encode()})
+    source = open_files(str(tmp_path / "novel.txt"), tmp_path, "text", None)
+    (tmp_path / "out").mkdir()
+    read_corpus(source, tmp_path / "out")
+    corpus = open_corpus(source, tmp_path / "out", 0.1, seed)
+    (train,), (held_out,) = (next(iter(corpus[split])).read() for split in ("train", "validation"))
+    assert text in (train + held_out, held_out + train) and 0.08 < len(held_out) / len(text) < 0.15
+
+
+def test_a_long_file_is_divided_at_line_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr("cotrain.data.corpus.MAX_DOCUMENT_CHARS", 100)
+    write(tmp_path, {"novel.txt": NOVEL.encode(), "x.txt": b"x" * 250})
+    documents = read(tmp_path, "*.txt", has_lines=False)
+    assert max(map(len, documents)) == 100 and sum(map(len, documents)) == len(NOVEL) + 250
+    assert all(text.endswith("\n") or "x" in text for text in documents)
+
+
+def test_a_corpus_with_titles_is_read_from_title_to_title(tmp_path, capsys):
+    write(tmp_path, {"wiki.txt": b" = T = \n \n a b .\n \n c d .\n \n = U = \n \n e .\n"})
+    assert read(tmp_path, "wiki.txt", has_lines=False) == ["= T =\na b .\nc d .", "= U =\ne ."]
+    assert "2 documents of train text, one from each title to the next" in capsys.readouterr().out
+
+
+# --- CSV and JSON as they are ----------------------------------------------------------------------------------------
+
+WORDS = ["NA", "null", "None", "nan", "N/A", "NULL", "true", "007", "1e5", "2020-01-01", 'a "b" c', "two\nlines"]
+
+
+def test_words_of_a_csv_stay(tmp_path):
+    write(tmp_path, {"t.csv": ("text\n" + "".join(f'"{x.replace(chr(34), chr(34) * 2)}"\n' for x in WORDS)).encode()})
+    assert read(tmp_path, "t.csv") == sorted(WORDS)
+
+
+def test_a_quotation_mark_that_is_not_closed_is_named(tmp_path, capsys):
+    rows = [f"row {number}" for number in range(1, 1001)]
+    rows[9], rows[989] = '"oops, no end', 'the end"'
+    write(tmp_path, {"t.csv": ("text\n" + "\n".join(rows)).encode(), "u.csv": b'text\na\n\n"b\nc"\n'})
+    assert len(read(tmp_path, "t.csv")) == 20
+    assert "Warning: t.csv: row 10 has 981 lines. If that is wrong, a quotation mark" in capsys.readouterr().out
+    assert read(tmp_path, "u.csv") == ["a", "b\nc"] and "Warning" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "\n\n" + JSONL,
+        "\n" + json.dumps([{"text": text} for text in DOCUMENTS]),
+        json.dumps({"version": 1, "data": [{"text": text} for text in DOCUMENTS]}),
+        json.dumps({"data": [{"text": text} for text in DOCUMENTS]}, indent=1),
+        "\n".join(json.dumps({"text": text}, indent=2) for text in DOCUMENTS),
+        "[\n" + ",\n".join(json.dumps({"text": text}) for text in DOCUMENTS) + "\n]\n",
+        '{"data": [\n' + ",\n".join(json.dumps({"text": text}) for text in DOCUMENTS) + "\n]}",
+    ],
+)
+@pytest.mark.parametrize("name", ["t.json", "t.jsonl", "t.jsonl.zst"])
+def test_layouts_of_json(tmp_path, name, content):
+    data = content.encode()
+    write(tmp_path, {name: zstandard.ZstdCompressor().compress(data) if name.endswith("zst") else data})
+    assert read(tmp_path, name) == sorted(DOCUMENTS)

@@ -360,7 +360,7 @@ def test_archive_is_the_same_each_time(prepared, tmp_path):
 
 def test_the_whole_script(tmp_path, small_text):
     flags = ["--train_tokenizer", "--vocab_size", "60", "--max_seq_length", "64", "--archive", "data.tar.gz"]
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), "--train_file", small_text, *flags]
+    command = [sys.executable, "-W", "ignore", str(SCRIPT), "--train_file", small_text, "--row_is", "line", *flags]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, encoding="utf-8")
     assert result.returncode == 0, result.stderr
     assert "train: 19 documents, " in result.stdout and "validation: 1 documents, " in result.stdout

@@ -1,0 +1,63 @@
+"""Rows of files with columns, as they are: JSON in each of its layouts, CSV, and tables of `datasets`."""
+
+import csv
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+from cotrain.data.chat_shapes import drop_nulls
+
+ROW_LINES = 20  # in a row of CSV of more lines a quotation mark may not be closed
+
+
+def read_json(file: TextIO) -> Iterator[Any]:
+    """Yield the rows of lines of JSON, a list, {"data": [...]}, or objects of several lines each.
+
+    Of lines of JSON, one that is none is yielded as text.
+    """
+    first, heads = [], []
+    while len(heads) < 2 and (line := file.readline()):
+        first.append(line)
+        heads += [line] if line.strip() else []
+    values = list(map(_parse_line, heads))
+    are_lists = len(heads) == 2 and all(isinstance(value, list) for value in values)
+    are_lines = are_lists or any(isinstance(x, dict) and not isinstance(x.get("data"), list) for x in values)
+    if are_lines and not heads[0].rstrip().endswith(("{", "[", ",")):  # of a value of several lines the first
+        yield from map(_parse_line, itertools.chain(first, file))
+        return
+    text, position, decoder = "".join(first) + file.read(), 0, json.JSONDecoder()
+    while position < len(text):
+        if text[position].isspace():
+            position += 1
+            continue
+        value, position = decoder.raw_decode(text, position)
+        rows = value.get("data") if isinstance(value, dict) else value
+        yield from rows if isinstance(rows, list) and not any(isinstance(row, str) for row in rows) else [value]
+
+
+def _parse_line(line: str) -> Any:
+    """Return the value of a line of JSON, or the line if it is none."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return line
+
+
+def read_csv(name: str, file: TextIO, separator: str) -> Iterator[dict]:
+    """Yield the rows of CSV as texts; pandas makes NA null, and 007 7. Values beyond the columns are those of None."""
+    csv.field_size_limit(2**31 - 1)
+    reader = csv.reader(file, delimiter=separator)
+    header, before, longest = next(reader, []), reader.line_num, (0, 0)
+    for number, row in enumerate(filter(None, reader), 1):
+        longest, before = max(longest, (reader.line_num - before, -number)), reader.line_num
+        yield dict(zip(header, row, strict=False)) | ({None: row[len(header) :]} if any(row[len(header) :]) else {})
+    if longest[0] > ROW_LINES:
+        what = f"row {-longest[1]} has {longest[0]} lines"
+        print(f"Warning: {name}: {what}. If that is wrong, a quotation mark in it is not closed")
+
+
+def read_dataset(dataset: Any) -> Iterator[dict]:
+    """Yield the rows of a `Dataset` or `IterableDataset`."""
+    for batch in dataset.iter(batch_size=1000):
+        yield from (drop_nulls(dict(zip(batch, row, strict=True))) for row in zip(*batch.values(), strict=True))
