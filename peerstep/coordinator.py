@@ -1,5 +1,6 @@
 """Coordination of a peer's rounds: from a due global step to the outcome of its round, whatever other peers do."""
 
+import math
 import threading
 import time
 from dataclasses import dataclass, field, replace
@@ -9,8 +10,10 @@ from hivemind.utils import get_logger
 
 from peerstep.clock import run_time
 from peerstep.matchmaking import POLL_SECONDS, RoundControl
+from peerstep.membership import Membership
 from peerstep.progress import ProgressTracker
 from peerstep.rounds import Outcome, RoundAverager, RoundResult
+from peerstep.view import View
 
 logger = get_logger(__name__)
 
@@ -38,56 +41,57 @@ class RoundCoordinator:
 
     tracker: ProgressTracker
     averager: RoundAverager
+    membership: Membership
     matchmaking_time: float  # seconds before a step is due at which the search for its group starts
     averaging_timeout: float  # seconds after which a round is abandoned
     batch_size_lead: int = 0  # samples before the target at which that search starts at the latest
-    is_settling: bool = False  # see CollaborativeOptimizer
+    stopped: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self):
-        self._timeout = self.averaging_timeout
         self._control: RoundControl | None = None
         self._step: int | None = None  # step of the running round
-        self._num_attempts, self._error, self._may_be_used = 0, "", False  # of that round, see RoundResult
+        self._num_attempts, self._error = 0, ""  # of that round, see RoundResult
+        self.may_be_used = False  # the same of the newest round
         self._told: tuple | None = None  # roster and finished step that the averager's process has received last
         self._lock = threading.Lock()
-        self._stopped = threading.Event()
         self.tracker.on_refresh = self.update_roster
 
     def update_roster(self) -> None:
         """Send the roster of the next round to the averager's process. The tracker calls it after each refresh."""
         with self._lock:
-            step = self.tracker.next_step if self._step is None else self._step
-            told = self.tracker.roster(step), step - 1
+            view = self.tracker.view()
+            step = view.next_step if self._step is None else self._step
+            told = view.roster(step), step - 1
             if told != self._told:
                 self._told = told
                 self.averager.set_roster(*told)
 
-    @property
-    def has_group(self) -> bool:
-        """Whether the group of the next step is formed and waits for this peer."""
+    def has_group(self, step: int) -> bool:
+        """Whether the group of a step is formed and waits for this peer."""
         control = self._control
-        return control is not None and control.has_group and control.step == self.tracker.next_step
+        return control is not None and control.has_group and control.step == step
 
-    def look_ahead(self) -> None:
+    def look_ahead(self, view: View) -> None:
         """Start the search for the group of the next step if the step is due soon and other trainers are there."""
-        step = self.tracker.next_step
+        step = view.next_step
         control = self._control  # `stop` may reset it in another thread
         if control is not None and (control.done() or control.step != step):
             self.call_off()
-        if self._control is not None or self._stopped.is_set():
+        if self._control is not None or self.stopped.is_set():
             return
-        is_soon = self.tracker.seconds_to_step <= self.matchmaking_time
+        is_soon = view.seconds_to_step <= self.matchmaking_time
         if self.batch_size_lead and not is_soon:
-            is_soon = self.tracker.estimate()[0] >= self.tracker.target_batch_size - self.batch_size_lead
-        if 0 <= self.averager.requested_step.value - step <= 1 and not is_soon:
-            self.tracker.refresh_in(LOOK_SECONDS)  # another peer already searches for the group
-        if is_soon and self.tracker.num_expected(step):
+            is_soon = view.estimate[0] >= view.target_batch_size - self.batch_size_lead
+        if 0 <= self.averager.requested_step.value - step <= 1:  # another peer already searches for the group
+            self.tracker.hear_all()
+            if not is_soon:
+                self.tracker.refresh_in(LOOK_SECONDS)
+        if is_soon and view.num_expected(step):
             self._schedule(step, self.matchmaking_time + self.averaging_timeout)
 
     def _schedule(self, step: int, timeout: float) -> RoundControl:
         self.update_roster()
-        distance = self.tracker.local_progress.distance
-        self._control = self.averager.schedule_round(step, timeout, distance, self.is_settling)
+        self._control = self.averager.schedule_round(step, timeout, **self.membership.claims())
         return self._control
 
     def call_off(self) -> None:
@@ -98,21 +102,22 @@ class RoundCoordinator:
 
     def average(self, step: int, weight: float) -> RoundResult:
         """Run the round of a step, after `tracker.begin_step`."""
-        self._step, self._num_attempts, self._error, self._may_be_used = step, 0, "", False
+        self._step, self._num_attempts, self._error, self.may_be_used = step, 0, "", False
         self.update_roster()
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + self.timeout
         try:
             while (result := self._attempt(step, weight, deadline)) is None:
                 time.sleep(POLL_SECONDS)
         finally:
             self._step, control = None, self._control
             self.call_off()
-            self._may_be_used |= control is not None and control.began_allreduce
-        if result.outcome == Outcome.AVERAGED:
-            self._timeout = self.averaging_timeout
-        elif result.outcome == Outcome.FAILED:  # the other peers may be unreachable: spend less time on the next step
-            self._timeout = max(self._timeout / 2, 1.5 * self.matchmaking_time)
-        return replace(result, num_attempts=self._num_attempts, error=self._error, may_be_used=self._may_be_used)
+            self.may_be_used |= control is not None and control.began_allreduce
+        return replace(result, num_attempts=self._num_attempts, error=self._error, may_be_used=self.may_be_used)
+
+    @property
+    def timeout(self) -> float:
+        """Seconds for the next round: fewer after rounds in vain, since the other peers may be unreachable."""
+        return max(math.ldexp(self.averaging_timeout, -self.membership.vain), 1.5 * self.matchmaking_time)
 
     def _attempt(self, step: int, weight: float, deadline: float) -> RoundResult | None:
         """Search for a group and average in it; None if the attempt failed and can be repeated."""
@@ -122,10 +127,10 @@ class RoundCoordinator:
             if (reason := self._reason_to_give_up(step, deadline)) is not None:
                 return RoundResult(reason)
             control = self._schedule(step, max(1.0, deadline - time.monotonic()))
-        control.weight = 0.0 if self._may_be_used else weight
+        control.weight = 0.0 if self.may_be_used else weight
         control.allow_allreduce()
         reason, since, look_at, look_seconds = None, 0.0, time.monotonic(), LOOK_SECONDS
-        while not (control.done() or self._stopped.is_set()):
+        while not (control.done() or self.stopped.is_set()):
             now = time.monotonic()
             if now >= look_at + look_seconds:
                 look_at, look_seconds = now, min(2 * look_seconds, MAX_LOOK_SECONDS)
@@ -136,28 +141,29 @@ class RoundCoordinator:
                 if reason is not None and now >= since + GRACE_SECONDS:
                     return RoundResult(reason)
             time.sleep(POLL_SECONDS)
-        if self._stopped.is_set():
+        if self.stopped.is_set():
             return RoundResult(Outcome.STOPPED)
         self._control = None
         try:
             return self.averager.collect(control)
         except BaseException as error:
-            self._may_be_used |= control.began_allreduce
+            self.may_be_used |= control.began_allreduce
             self._error = str(error) or type(error).__name__
             logger.warning(f"The round of step #{step} failed: {self._error}")
             return None
 
     def _reason_to_give_up(self, step: int, deadline: float) -> Outcome | None:
-        if self._stopped.is_set():
+        if self.stopped.is_set():
             return Outcome.STOPPED
-        if self.tracker.side_to_join is not None or self.tracker.is_done_elsewhere(step):
+        view = self.tracker.view()
+        if view.side_to_join is not None or view.most_have_completed(step):
             return Outcome.MISSED
         is_asked = self.averager.requested_step.value == step
-        if not (is_asked or self.tracker.num_expected(step) or self.tracker.is_outranked):
+        if not (is_asked or view.num_expected(step) or view.outranking is not None):
             return Outcome.ALONE
         return Outcome.FAILED if time.monotonic() >= deadline else None
 
     def stop(self) -> None:
         """Cancel the running round and start no other."""
-        self._stopped.set()
+        self.stopped.set()
         self.call_off()

@@ -43,7 +43,7 @@ class PeerProgress:
     time: float = 0.0  # when the newest of the samples were computed, on the peer's clock
     reported_at: float = 0.0  # when the peer last reported, on the peer's clock
     client_mode: bool = False
-    distance: float = 0.0  # updates by which its parameters differ, see CollaborativeOptimizer
+    distance: float = 0.0  # updates by which its parameters differ, see Membership
     away: bool = False  # it downloads a state, or finds no group: nobody waits for it
     marks: Marks = ()
     schema: str = ""  # tells the rounds of trainers with another model or compression apart

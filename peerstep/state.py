@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from peerstep.base import SafeAverager
 from peerstep.history import Marks
+from peerstep.membership import Membership, shared
 from peerstep.records import store_record
 from peerstep.state_digest import Digest, fold
 from peerstep.state_download import StateDownload, describe
@@ -66,6 +67,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
       at the start of each download, see StateDownload. If all donors claim a later step, the state of one is accepted
       with a warning: there is no alternative.
     :param folder: on a disk, for the copies that other peers download; default: that for temporary files
+    :param membership: has step, applied step and marks; default: those of a peer that does not train
     """
 
     # Bounds on the downloads of other peers, since a reader that has stalled keeps a copy of the state on the disk
@@ -78,6 +80,8 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     # Digests are computed in DIGEST_SHARE of the time of one core. A peer waits for one at a time, this long.
     DIGEST_SHARE, MAX_TURN_SECONDS = 0.25, 25.0
 
+    local_epoch, applied_step, marks = map(shared, ("membership.step", "membership.applied", "membership.marks"))
+
     def __init__(
         self,
         *args,
@@ -86,13 +90,13 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         donor_timeout: float = 60.0,
         credible_step: Callable[[], int | None] | None = None,
         folder: Path | None = None,
+        membership: Membership | None = None,
         **kwargs,
     ):
+        self.membership = membership or Membership()
         self.public_key, self.folder = public_key, folder
         self.download_timeout, self.donor_timeout = download_timeout, donor_timeout
         self.credible_step = credible_step
-        self.applied_step = 0
-        self.marks: Marks = ()  # of the history of the parameters
         self.must_agree = False  # whether a download without most trainers' consent is none: it is to be published
         self._copy: StoredMessages | None = None  # see copy_state
         self._copy_lock, self._is_copy_outdated = threading.Lock(), False

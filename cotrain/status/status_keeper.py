@@ -116,14 +116,14 @@ class StatusKeeper(PeriodicThread):
 
     def update(self) -> TrainerStatus:
         """Return the status after an update from the tracker. It takes some ten microseconds for each peer."""
-        status, tracker = self._status, self.optimizer.tracker
-        own, others = tracker.local_progress, tracker.live_trainers
-        rate, seconds = own.samples_per_second, tracker.seconds_to_step
+        status, view = self._status, self.optimizer.tracker.view()
+        own, others = view.own, view.live
+        rate, seconds = own.samples_per_second, view.seconds_to_step
         status.time = time.time()
         status.data, status.traffic = self.describe_data(), self.traffic.describe()
         status.step, status.next_step = own.completed, own.epoch + 1
         status.seconds_to_next = seconds if seconds < MAX_SECONDS_TO_STEP else None
-        status.all_samples = tracker.estimate()[0]  # with at most one target batch of each trainer
+        status.all_samples = view.estimate[0]  # with at most one target batch of each trainer
         status.own_samples = min(own.samples_accumulated, status.all_samples)
         if status.loss is None and (loss := self.loss_meter.mean()) is not None:
             self.record_loss(loss)

@@ -128,7 +128,7 @@ class TrainingSession:
             if has_misfits_only and attempt < self.MAX_JOIN_ATTEMPTS:
                 time.sleep(tracker.args.default_refresh_period)
                 continue
-            ahead = [peer for peer in tracker.live_trainers if peer.epoch > self.optimizer.local_epoch + 1]
+            ahead = [peer for peer in tracker.view().live if peer.epoch > self.optimizer.local_epoch + 1]
             if not ahead or self.should_stop():
                 return False
             if len(ahead) == 1 and attempt >= self.MAX_JOIN_ATTEMPTS:
@@ -150,8 +150,9 @@ class TrainingSession:
 
         Anybody may report another model: the report of a stranger delays the start, and ends no trainer.
         """
-        misfits, others = self.optimizer.tracker.misfits, self.optimizer.tracker.other_trainers
-        if not misfits or others:
+        view = self.optimizer.tracker.view()
+        misfits = view.misfits
+        if not misfits or view.others:
             return False
         fault = (
             f"the {len(misfits)} trainers of this run have another model, other initial weights, another "
@@ -180,8 +181,8 @@ class TrainingSession:
         if time.monotonic() < self.joined_at + self.MEETING_SECONDS:
             self._refuse_misfits()
         self._report_steps()
-        tracker = self.optimizer.tracker
-        trainers = *tracker.other_trainers, tracker.local_progress
+        view = self.optimizer.tracker.view()
+        trainers = *view.others, view.own
         self.client_mode_alarm.check([trainer.client_mode for trainer in trainers])
         if self._traffic_is_used_up():
             return False

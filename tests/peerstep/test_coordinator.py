@@ -8,6 +8,7 @@ from hivemind.averaging.control import AveragingStage
 
 from peerstep import coordinator as coordinator_module
 from peerstep.coordinator import GRACE_SECONDS, RoundCoordinator
+from peerstep.membership import Membership
 from peerstep.rounds import Outcome, RoundResult
 
 RESULT = RoundResult(Outcome.AVERAGED)
@@ -46,7 +47,8 @@ class World:
         self.rosters: list[tuple] = []
         self.requested_step = SimpleNamespace(value=-1)
         self.others, self.num_done, self.next_step, self.seconds_to_step, self.num_looks = 2, 0, 5, 0.0, 0
-        self.side_to_join, self.is_outranked, self.local_progress = None, False, SimpleNamespace(distance=0.0)
+        self.side_to_join = self.outranking = None
+        self.membership = Membership()
 
     @property
     def control(self) -> FakeControl:
@@ -83,16 +85,22 @@ class World:
     def set_roster(self, entries, finished_step: int) -> None:
         self.rosters.append((tuple(entries), finished_step))
 
-    # The tracker
+    # The tracker, and its view
+
+    def view(self) -> "World":
+        return self
 
     def num_expected(self, _step: int) -> int:
         return self.others
 
-    def is_done_elsewhere(self, _step: int) -> bool:
+    def most_have_completed(self, _step: int) -> bool:
         return self.num_done > self.others
 
     def roster(self, step: int) -> list:
         return [step, self.others]
+
+    def hear_all(self) -> None:
+        self.has_heard = True
 
     def refresh_in(self, _seconds: float) -> None:
         self.num_looks += 1
@@ -106,7 +114,7 @@ def world(monkeypatch) -> World:
 
 @pytest.fixture
 def coordinator(world) -> RoundCoordinator:
-    return RoundCoordinator(world, world, matchmaking_time=5.0, averaging_timeout=60.0)
+    return RoundCoordinator(world, world, world.membership, matchmaking_time=5.0, averaging_timeout=60.0)
 
 
 @pytest.mark.parametrize(("done", "outcome"), [(2, Outcome.MISSED), (0, Outcome.ALONE)])
@@ -118,11 +126,11 @@ def test_search_ends_once_the_others_have_completed_the_step_or_left(coordinator
 
 
 def test_trainer_takes_no_step_alone_while_another_side_may_outrank_it(coordinator, world):
-    world.others, world.is_outranked = 0, True
+    world.others, world.outranking = 0, "a trainer of the other side"
     world.at(20.0, lambda: setattr(world, "side_to_join", "a trainer of the other side"))
     assert coordinator.average(5, 8.0).outcome == Outcome.MISSED and world.controls[0].is_called_off
     assert world.now > 20
-    world.side_to_join, world.is_outranked, world.requested_step.value = None, False, 5
+    world.side_to_join, world.outranking, world.requested_step.value = None, None, 5
     world.at(20.0, lambda: setattr(world.requested_step, "value", -1))  # the peer that has asked has left
     assert coordinator.average(5, 8.0).outcome == Outcome.ALONE
     assert world.now > 40
@@ -152,7 +160,7 @@ def test_running_all_reduce_is_not_abandoned(coordinator, world):
 
 def test_lone_peer_skips_matchmaking(coordinator, world):
     world.others = 0
-    coordinator.look_ahead()
+    coordinator.look_ahead(world)
     assert coordinator.average(5, 8.0).outcome == Outcome.ALONE
     assert not world.controls
 
@@ -180,17 +188,16 @@ def test_contribution_that_members_may_have_used_counts_no_second_time(coordinat
     assert [control.weight for control in world.controls] == ([8.0, 0.0] if fails else [8.0])
 
 
-def test_timeout_halves_with_each_failed_step(coordinator, world, monkeypatch):
+def test_timeout_halves_with_each_failed_step(coordinator, world):
     def seconds_of_a_step() -> float:
         started = world.now
         assert coordinator.average(5, 8.0).outcome == Outcome.FAILED
+        world.membership.failed()
         return world.now - started - GRACE_SECONDS
 
     assert [round(seconds_of_a_step()) for _ in range(4)] == [60, 30, 15, 8], "the last is 1.5 matchmaking times"
-    with monkeypatch.context() as patch:
-        patch.setattr(FakeControl, "done", lambda control: control.finish(RESULT) or True)
-        assert coordinator.average(5, 8.0).outcome == Outcome.AVERAGED
-    assert round(seconds_of_a_step()) == 60, "a round has succeeded"
+    world.membership.loaded(0)
+    assert round(seconds_of_a_step()) == 60, "it has joined the others"
 
 
 def test_stop_ends_a_round_at_once(coordinator, world):
@@ -201,39 +208,39 @@ def test_stop_ends_a_round_at_once(coordinator, world):
 
 def test_matchmaking_begins_ahead_of_the_step(coordinator, world):
     world.seconds_to_step = 6.0
-    coordinator.look_ahead()
+    coordinator.look_ahead(world)
     assert not world.controls, "too early"
     world.seconds_to_step = 4.0
-    coordinator.look_ahead()
-    coordinator.look_ahead()
-    assert world.control.step == 5 and not coordinator.has_group
+    coordinator.look_ahead(world)
+    coordinator.look_ahead(world)
+    assert world.control.step == 5 and not coordinator.has_group(5)
     assert world.rosters == [((5, 2), 4)], "a roster is sent when it has changed"
     world.controls[0].has_group = True
-    assert coordinator.has_group
+    assert coordinator.has_group(5) and not coordinator.has_group(6)
     world.at(1.0, lambda: world.controls[0].finish(RESULT))
     assert coordinator.average(5, 8.0).outcome == Outcome.AVERAGED and len(world.controls) == 1
 
 
 def test_search_for_an_outdated_step_is_cancelled(coordinator, world):
-    coordinator.look_ahead()
+    coordinator.look_ahead(world)
     world.next_step = 7
-    coordinator.look_ahead()
+    coordinator.look_ahead(world)
     assert world.controls[0].is_called_off
     assert [control.step for control in world.controls] == [5, 7]
 
 
 def test_search_may_be_stopped_by_another_thread_at_any_moment(coordinator, world, monkeypatch):
-    coordinator.look_ahead()
+    coordinator.look_ahead(world)
     control = world.control
     monkeypatch.setattr(control, "done", lambda: bool(coordinator.stop()))  # stopped while `look_ahead` looks
-    coordinator.look_ahead()
+    coordinator.look_ahead(world)
     assert len(world.controls) == 1 and control.is_called_off
 
 
 def test_request_of_another_peer_refreshes_the_reports(coordinator, world):
     world.seconds_to_step = 100.0
-    coordinator.look_ahead()
+    coordinator.look_ahead(world)
     assert world.num_looks == 0
     world.requested_step.value = 5
-    coordinator.look_ahead()
-    assert world.num_looks == 1 and not world.controls
+    coordinator.look_ahead(world)
+    assert world.num_looks == 1 and not world.controls and world.has_heard, "it reaches this one"

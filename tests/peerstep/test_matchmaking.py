@@ -345,6 +345,7 @@ async def test_too_many_peers_are_split_into_groups(number, clients, size):
     assert max(sizes) - min(sizes) <= 1
     for group in groups:
         assert any(not network.peers[peer_id].client_mode for peer_id in group.peer_ids)
+    assert not any(peer.missed or peer._absences for peer in network.peers.values()), "all are in a group of the step"
 
 
 async def test_banned_peer_is_left_out():

@@ -15,9 +15,12 @@ from hivemind.p2p import PeerID
 
 from cotrain.common.diagnosis import next_hint
 from peerstep.coordinator import Outcome
+from peerstep.joining import MAX_MISSED_UPDATES
 from peerstep.local_updates import INNER_WARMUP_STEPS
-from peerstep.optimizer import MAX_FAILURES, MAX_MISSED_UPDATES, CollaborativeOptimizer
+from peerstep.membership import MAX_ATTEMPTS
+from peerstep.optimizer import CollaborativeOptimizer
 from peerstep.progress_record import MAX_LAG
+from peerstep.view import View
 from tests.support.offline import PEER, offline_optimizer
 from tests.support.peers import wait_until
 from tests.support.state import snapshot
@@ -48,7 +51,7 @@ def take(optimizer: CollaborativeOptimizer, outcome: Outcome = Outcome.AVERAGED,
     :param averages: attributes of `Rounds`
     """
     vars(optimizer.coordinator).update(outcome=outcome, **averages)
-    optimizer._take_step(optimizer.local_epoch + 1)
+    optimizer.steps.take_step(optimizer.local_epoch + 1)
 
 
 def value_of(tensors) -> float:
@@ -133,6 +136,73 @@ def test_it_is_an_optimizer_of_torch():
     assert parameter.grad is None
 
 
+def test_what_torch_and_hivemind_offer_works_or_says_so():
+    optimizer = build()
+    (parameter,) = optimizer.state_averager.main_parameters
+    optimizer.stop_averaging()
+
+    def closure() -> float:
+        parameter.grad = torch.full_like(parameter, 0.5)
+        return 2.5
+
+    assert optimizer.step(closure, batch_size=4) == 2.5 and optimizer.accumulator.num_samples == 4
+    assert optimizer.step(batch_size=0) is None and optimizer.num_computed == 4, "no samples are no step"
+    with pytest.raises(ValueError, match="at least 0, and is -1"):
+        optimizer.step(batch_size=-1)
+    assert optimizer.is_synchronized_with_peers() and optimizer.local_progress.samples_accumulated == 4
+    assert not optimizer.use_local_updates and build_local().use_local_updates
+    assert optimizer.defaults["betas"] and repr(optimizer) and optimizer.state["local_epoch"] == 0
+    with pytest.raises(NotImplementedError, match="no hooks"):
+        optimizer.register_step_post_hook(print)
+    with pytest.raises(ValueError, match="does not support calling add_param_group"):
+        optimizer.add_param_group({})
+    for params in ([], [{"params": []}], iter(())):
+        with pytest.raises(ValueError, match="empty parameter list"):
+            CollaborativeOptimizer(params, torch.optim.AdamW, PEER, target_batch_size=1, batch_size_per_step=1)
+
+
+def test_loaded_state_is_the_step_that_others_are_told_and_the_parameters_of_the_model():
+    one, other = build(), build()
+    compute(one, 0.2)
+    take(one, gradients=0.2)
+    saved = one.state_dict()
+    (parameter,) = other.state_averager.main_parameters
+    compute(other, 0.2)
+    take(other)
+    parameter.data.fill_(1.5)
+    other.load_state_dict(saved)
+    other.finish_pending_update()
+    assert saved["state"]["local_epoch"] == 1, "it is the caller's"
+    assert value_of(other._offloaded_parameters()) == value_of([parameter]) == 1.5
+    assert other.local_epoch == other.state_averager.applied_step == other.tracker.local_progress.completed == 1
+
+
+@pytest.mark.parametrize("may_be_used", [False, True])
+def test_exception_in_a_round_is_a_failed_attempt_that_keeps_the_samples(may_be_used):
+    optimizer = build()
+    compute(optimizer, 0.2, samples=40)
+    optimizer.coordinator.may_be_used = may_be_used
+    optimizer.coordinator.during = lambda: 1 / 0
+    take(optimizer)
+    assert optimizer.accumulator.num_samples == (0 if may_be_used else 40), "other members may have used them"
+    assert [record.outcome for record in optimizer.pop_records()] == [Outcome.FAILED]
+    take(optimizer)
+    take(optimizer)
+    assert optimizer.tracker.local_progress.away and optimizer.local_epoch == 0
+    optimizer.coordinator.during = lambda: None
+    take(optimizer)
+    assert optimizer.local_epoch == 1 and not optimizer.tracker.local_progress.away
+
+
+def test_exception_of_the_caller_leaves_no_step_unreported(caplog):
+    optimizer = build()
+    optimizer.on_round = lambda entry: 1 / 0
+    compute(optimizer, 0.2)
+    take(optimizer)
+    assert optimizer.local_epoch == optimizer.tracker.local_progress.completed == 1
+    assert optimizer.state_averager.allow_state_sharing and "Could not log the round of step #1" in caplog.text
+
+
 @pytest.mark.parametrize("outcome", [Outcome.AVERAGED, Outcome.ALONE])
 def test_step_uses_the_average_or_without_one_the_own_gradient(outcome):
     optimizer = build()
@@ -165,7 +235,7 @@ def test_local_steps_wait_neither_for_a_round_nor_for_an_update(monkeypatch):
     for stage in ("round", "update"):
         assert begun.get(timeout=120) == stage
         optimizer.step(batch_size=1)
-        assert optimizer.local_epoch == 0 and optimizer._in_round == (stage == "round")
+        assert optimizer.local_epoch == 0 and optimizer.steps.phase.value == stage
         may_end.put(stage)
     wait_until(lambda: optimizer.local_epoch == 1, 120, "the step")
     optimizer.stop_averaging()
@@ -179,10 +249,10 @@ def test_global_steps_leave_the_cores_to_the_local_steps(monkeypatch):
         torch.ones(1_000_000).add_(1)
         numbers.append(torch.get_num_threads())
 
-    monkeypatch.setattr(optimizer, "_advance", compute)
+    monkeypatch.setattr(optimizer.steps, "advance", compute)
     try:
         torch.set_num_threads(2)
-        optimizer._start_thread()
+        optimizer.steps.start()
         wait_until(lambda: numbers, 120, "the step thread")
         optimizer.stop_averaging()
         assert (numbers[0], torch.get_num_threads()) == (1, 2)
@@ -235,16 +305,51 @@ def test_samples_that_other_members_may_have_used_are_not_sent_again(outcome, lo
 def test_failed_round_is_repeated_with_its_samples_and_at_last_without_the_others():
     optimizer = build(average_state_every=1)
     ignored = []
-    optimizer.tracker.ignore = lambda condition: ignored.append(condition) or 1
-    for attempt in range(MAX_FAILURES):
+    optimizer.tracker.ignore = lambda silent: ignored.append(silent) or 1
+    for attempt in range(MAX_ATTEMPTS):
         assert not ignored
         compute(optimizer, 0.2)
         take(optimizer, Outcome.FAILED)
         assert optimizer.accumulator.num_samples == 4 * (attempt + 1) and optimizer.local_epoch == 0
-        assert not optimizer._is_due(), "a local step comes first"
+        assert not optimizer.steps.is_due(optimizer.tracker.view()), "a local step comes first"
     assert len(ignored) == 1, "no other trainer is known: this peer has the smallest ID"
     take(optimizer, Outcome.ALONE)
     assert samples_of(optimizer) == [(1, 12)] and [step for step, _ in optimizer.state_averager.marks] == [1]
+
+
+@pytest.mark.parametrize(
+    ("client", "others", "attempts"),
+    [
+        (False, [], 3),
+        (False, [{}], 6),  # a public trainer with a smaller ID
+        (False, [{"client_mode": True}], 3),
+        (True, [{"client_mode": True}], 6),
+        (True, [{}], None),
+        (True, [{"marks": ((8, 12 * "1"), (16, 12 * "2"), (24, 12 * "3"))}], 3),
+    ],
+)
+def test_who_goes_on_without_the_others(client, others, attempts, monkeypatch):
+    """A client does not while it hears a public trainer of its history: nobody could download its fork."""
+    optimizer = build(average_state_every=1)
+    tracker, now = optimizer.tracker, time.monotonic()
+    optimizer.state_averager.marks = tuple((step, 12 * "a") for step in (8, 16, 24))
+    optimizer.joining.report()
+    tracker.own.progress = replace(tracker.local_progress, client_mode=client)
+    heard = [
+        replace(tracker.local_progress, **{"client_mode": False, "reported_here": now, **other}) for other in others
+    ]
+    tracker.others.reports = {number: replace(other, peer_id=bytes([number])) for number, other in enumerate(heard)}
+    tracker.others.read_at = now
+    found = []
+    tracker.ignore = lambda _silent: found.append(len(optimizer.coordinator.weights)) or 1
+    for _ in range(9):
+        take(optimizer, Outcome.FAILED)
+    assert (found[0] if found else None) == attempts
+    optimizer.membership.attempts = 2
+    optimizer.joining.skip(1)
+    found.clear()
+    take(optimizer, Outcome.FAILED)
+    assert not found, "another trainer has taken a step"
 
 
 @pytest.mark.parametrize(("seconds", "waits"), [(1.0, True), (20.0, False)])
@@ -259,8 +364,8 @@ def test_local_step_waits_for_short_rounds(seconds, waits):
     def run_round() -> None:
         begun.set()
         if waits:
-            wait_until(lambda: optimizer._waits_for_step, 60, "the local step")
-        is_waiting.append(optimizer._waits_for_step or not ended.wait(60))
+            wait_until(lambda: optimizer.steps.is_awaited, 60, "the local step")
+        is_waiting.append(optimizer.steps.is_awaited or not ended.wait(60))
 
     optimizer.coordinator.during = run_round
     optimizer.state_averager.main_parameters[0].grad = torch.ones(1, 2)
@@ -290,17 +395,17 @@ def test_due_step_waits_for_the_end_of_a_short_local_step(local_seconds, round_s
     optimizer.pace.rounds.extend((now - ago, round_seconds, True) for ago in (300.0, 200.0, 100.0))
     optimizer.pace.local_seconds, optimizer.pace.local_since = local_seconds, now - age
     compute(optimizer, 0.1, samples=64)
-    optimizer._advance()
+    optimizer.steps.advance()
     may_begin = flags.get("delay_grad_averaging", True)
     assert optimizer.local_epoch == (not waits and may_begin)
-    optimizer._waits_for_step = True
-    optimizer._advance()
+    optimizer.steps.is_awaited = True
+    optimizer.steps.advance()
     assert optimizer.local_epoch == 1
 
 
 def test_averaging_share_is_the_time_in_rounds(monkeypatch):
     optimizer, now = build(), [100.0]
-    monkeypatch.setattr("peerstep.optimizer.time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
+    monkeypatch.setattr("peerstep.step_thread.time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
     optimizer.coordinator.during = lambda: now.append(now.pop() + 2.0)
     for number, expected in enumerate((None, None, None, 0.25, 0.25)):
         assert optimizer.pace.averaging_share == expected, f"after {number} rounds"
@@ -317,7 +422,7 @@ def test_distance_grows_by_what_is_missed_and_shrinks_by_the_parameters_received
         assert optimizer.distance == pytest.approx(distance)
         assert optimizer.pace.recent_rounds[-1] == (received == 1)
         assert value_of(optimizer._offloaded_parameters()) == pytest.approx(2.9, abs=0.02)
-        assert optimizer.coordinator.is_settling == (optimizer.local_epoch < 4), "its statistics lack a gradient"
+        assert optimizer.membership.is_settling == (optimizer.local_epoch < 4), "its statistics lack a gradient"
     assert [step for step, _ in optimizer.state_averager.marks] == [4], "the round of step 2 was not complete"
 
 
@@ -325,7 +430,7 @@ def test_peer_that_lacks_updates_receives_parameters_on_demand():
     optimizer = build(average_state_every=8)
     optimizer.distance = 40.0
     take(optimizer, is_given=True, parameters=1.5)
-    assert optimizer.distance == 0 and optimizer.coordinator.is_settling
+    assert optimizer.distance == 0 and optimizer.membership.is_settling
     assert value_of(optimizer._offloaded_parameters()) == pytest.approx(1.5, abs=0.02)
     assert samples_of(optimizer) == [(1, None)], "its gradients had no weight"
     assert optimizer.state_averager.allow_state_sharing and optimizer.state_averager.marks == ()
@@ -363,14 +468,18 @@ def test_step_without_finite_parameters_is_not_taken():
     optimizer = build()
     optimizer._offloaded_parameters()[0].data.fill_(float("inf"))
     take(optimizer)
-    assert optimizer._is_interrupted() and optimizer.local_epoch == 0 and not optimizer.coordinator.weights
+    assert (
+        optimizer.steps.is_interrupted(optimizer.tracker.view())
+        and optimizer.local_epoch == 0
+        and not optimizer.coordinator.weights
+    )
 
 
 @pytest.mark.parametrize(("agreed", "missed"), [(9, 0), (10, 0), (12, 2), (10 + MAX_MISSED_UPDATES + 1, 0)])
 def test_steps_that_the_others_took_during_a_download_are_missed_updates(agreed, missed, monkeypatch):
     optimizer = build()
     compute(optimizer, 0.2)
-    monkeypatch.setattr(type(optimizer.tracker), "agreed_step", agreed)
+    monkeypatch.setattr(View, "agreed_step", agreed)
     monkeypatch.setattr(optimizer.tracker, "refresh", bool)
     monkeypatch.setattr(
         optimizer.state_averager, "load_state_from_peers",
@@ -389,8 +498,8 @@ def test_only_a_state_of_another_step_is_downloaded(completed, least, monkeypatc
     optimizer = build()
     optimizer.state_averager.local_epoch = 10
     other = replace(optimizer.tracker.local_progress, epoch=12, completed=completed)
-    monkeypatch.setattr(type(optimizer.tracker), "side_to_join", other)
-    monkeypatch.setattr(optimizer._stopped, "wait", bool)
+    monkeypatch.setattr(View, "side_to_join", other)
+    monkeypatch.setattr(optimizer.coordinator.stopped, "wait", bool)
     monkeypatch.setattr(optimizer.tracker, "refresh", bool)
     queries = []
     monkeypatch.setattr(optimizer.state_averager, "download_state", lambda **query: queries.append(query))
@@ -403,15 +512,16 @@ def test_claim_of_a_step_that_nobody_offers_costs_no_gradients(monkeypatch):
     compute(optimizer, 0.2)
     optimizer.state_averager.local_epoch = 5
     other = replace(optimizer.tracker.local_progress, epoch=30_000, completed=30_000)
-    monkeypatch.setattr(type(optimizer.tracker), "side_to_join", other)
+    monkeypatch.setattr(View, "side_to_join", other)
     monkeypatch.setattr(optimizer.tracker, "refresh", bool)
-    monkeypatch.setattr(optimizer._stopped, "wait", bool)
+    monkeypatch.setattr(optimizer.coordinator.stopped, "wait", bool)
     monkeypatch.setattr(optimizer.state_averager, "download_state", lambda *_, **_options: None)
+    monkeypatch.setattr(View, "live", [other, replace(other, epoch=6)])
     ignored = []
-    monkeypatch.setattr(optimizer.tracker, "ignore", lambda condition: ignored.append(condition(other)) or 1)
-    assert optimizer._is_out_of_sync()
+    monkeypatch.setattr(optimizer.tracker, "ignore", lambda silent: ignored.append(list(silent)) or 1)
+    assert optimizer.steps.needs_state(optimizer.tracker.view())
     assert not any(optimizer.load_state_from_peers() for _ in range(3))
-    assert ignored == [True] and optimizer.accumulator.num_samples == 4
+    assert ignored == [[other]] and optimizer.accumulator.num_samples == 4
 
 
 # Local updates
@@ -437,7 +547,7 @@ def test_peer_that_missed_a_round_keeps_its_local_updates_for_the_next():
     for missed in (1, 2, 3):
         compute(optimizer, 0.2, samples=12)
         take(optimizer, Outcome.MISSED)
-        assert optimizer.accumulator.num_samples == 12 * missed and optimizer._may_begin_step()
+        assert optimizer.accumulator.num_samples == 12 * missed and optimizer.steps.may_begin_step()
     change = value_of(optimizer.state_averager.main_parameters) - 3.0
     assert value_of(optimizer.accumulator.local_changes()) == pytest.approx(change)
     take(optimizer, is_given=True, parameters=2.0)
@@ -529,8 +639,8 @@ def test_checkpoint_during_a_hanging_round_waits_for_nothing_and_has_one_step(ma
     optimizer.coordinator.during = lambda: begun.set() or may_end.wait(240)
 
     def take_next() -> None:
-        with optimizer._step_lock:
-            optimizer._take_step(2)
+        with optimizer.model.step_lock:
+            optimizer.steps.take_step(2)
 
     def save() -> None:
         with optimizer.saved_state():

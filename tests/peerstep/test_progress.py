@@ -13,17 +13,14 @@ from hivemind.utils.mpfuture import MPFuture
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from cotrain.arguments import ProgressTrackerArguments
+from peerstep import other_trainers as others_module
 from peerstep import progress as progress_module
+from peerstep import view as view_module
 from peerstep.clock import run_time
-from peerstep.progress import (
-    ALIVE_SECONDS,
-    HEARTBEAT_SECONDS,
-    PROBATION_SECONDS,
-    READ_TIMEOUT,
-    ProgressTracker,
-)
+from peerstep.progress import ProgressTracker
 from peerstep.progress_record import PROTOCOL, PeerProgress, parse_progress, read_progress
-from peerstep.records import is_readable, signer_of
+from peerstep.records import READ_TIMEOUT, is_readable, signer_of
+from peerstep.view import ALIVE_SECONDS, HEARTBEAT_SECONDS, View
 from tests.support.simulated_network import make_subkey
 
 
@@ -63,7 +60,7 @@ def clock(monkeypatch) -> SimpleNamespace:
     clock = SimpleNamespace(now=1000.0)
     clock.monotonic = lambda: clock.now
     monkeypatch.setattr("hivemind.utils.performance_ema.time", SimpleNamespace(perf_counter=clock.monotonic))
-    for module in (progress_module, sys.modules[__name__]):
+    for module in (progress_module, others_module, sys.modules[__name__]):
         monkeypatch.setattr(module, "run_time", lambda: 1e9 + clock.now)
     monkeypatch.setattr(progress_module, "time", clock)
     return clock
@@ -92,8 +89,9 @@ def see(tracker: ProgressTracker, *records: object) -> ProgressTracker:
     """Let a tracker read the records of some peers."""
     numbers = [value.get("number", 9) if isinstance(value, dict) else 9 for value in records]
     tracker.dht.records = {subkey(number): value for number, value in zip(numbers, records, strict=True)}
-    tracker._begin_fetch()
-    assert tracker._finish_fetch()
+    progress_module.time.now += 1e-6  # the read begins after what the tracker has done
+    tracker._begin_read()
+    assert tracker._finish_read()
     return tracker
 
 
@@ -121,7 +119,7 @@ def compute(tracker: ProgressTracker, samples: int) -> None:
 def test_invalid_reports_are_ignored(change):
     report = {**record(1, epoch=5), **change} if isinstance(change, dict) else change
     tracker = see(make_tracker(), report, record(2))
-    assert [progress.peer_id for progress in tracker.other_trainers] == [peer_id(2)]
+    assert [progress.peer_id for progress in tracker.view().others] == [peer_id(2)]
 
 
 def test_report_with_marks_passes_the_validators_and_is_read_by_others():
@@ -136,14 +134,14 @@ def test_report_with_marks_passes_the_validators_and_is_read_by_others():
 
 def test_peers_that_train_otherwise_are_ignored_with_one_warning(monkeypatch):
     warnings = []
-    monkeypatch.setattr(progress_module.logger, "warning", warnings.append)
+    monkeypatch.setattr(others_module.logger, "warning", warnings.append)
     tracker = make_tracker()
     for _ in range(3):
         reports = {**record(1, epoch=7, samples=10**6), "protocol": 1}, {"number": 2, "epoch": 9}
         see(tracker, *reports, {**record(3, epoch=7, samples=10**6), "schema": "other"})
-    assert tracker.other_trainers == [] and tracker.seconds_to_step > 0
+    assert not tracker.view().others and tracker.view().seconds_to_step > 0
     assert len(warnings) == 3 and f"protocol 1, this trainer has {PROTOCOL}" in warnings[0] and "Update" in warnings[0]
-    assert "another model" in warnings[2] and len(tracker.misfits) == 3
+    assert "another model" in warnings[2] and len(tracker.view().misfits) == 3
 
 
 def test_observers_count_the_trainers_that_average_with_each_other():
@@ -160,23 +158,52 @@ def test_observers_count_the_trainers_that_average_with_each_other():
 def test_members_of_the_last_rounds_are_asked_in_each_read(monkeypatch):
     """Those in client mode cannot be called."""
     tracker, asked = see(make_tracker(), record(1), {**record(2), "client_mode": True}), []
-    monkeypatch.setattr(progress_module, "MAX_MEMBERS", 2)
+    monkeypatch.setattr(others_module, "MAX_MEMBERS", 2)
     monkeypatch.setattr(tracker.dht, "get", lambda _key, **options: asked.append(options["members"]))
     for members in ([], [1, 2], [3], [1], [4]):
-        tracker.record_members([signer_of(subkey(number)) for number in members], [])
-        tracker._begin_fetch()
+        tracker.record_round([signer_of(subkey(number)) for number in members], (), ())
+        tracker._begin_read()
     assert asked == [[], [peer_id(1)], [peer_id(1), peer_id(3)], [peer_id(3), peer_id(1)], [peer_id(1), peer_id(4)]]
 
 
 def test_banned_and_ignored_peers_do_not_count():
     tracker = see(make_tracker(), record(1, epoch=1), record(2, epoch=3))
     members = {signer_of(subkey(number)) for number in (1, 2)}
-    tracker.record_members(members, {signer_of(subkey(2)): "NaN"})
-    assert [progress.epoch for progress in tracker.other_trainers] == [1]
-    assert tracker.ignore(lambda progress: progress.epoch == 1) == 1
-    assert tracker.other_trainers == []
-    tracker.record_members(members - {signer_of(subkey(2))}, {})
-    assert [progress.epoch for progress in tracker.other_trainers] == [1], "this peer has averaged with it"
+    tracker.record_round(members, {signer_of(subkey(2)): "NaN"}, ())
+    assert [progress.epoch for progress in tracker.view().others] == [1]
+    assert tracker.ignore(p for p in tracker.view().live if p.epoch == 1) == 1
+    assert not tracker.view().others
+    tracker.record_round(members - {signer_of(subkey(2))}, {}, ())
+    assert [progress.epoch for progress in tracker.view().others] == [1], "this peer has averaged with it"
+
+
+def test_silence_is_ignored_for_a_short_time_that_grows_until_the_peer_is_reached(clock):
+    """A lie is ignored for ten minutes."""
+    tracker, lifetimes = make_tracker(), []
+    members = [signer_of(subkey(1))]
+    for reached in (None, None, None, None, tracker.hear_all, lambda: tracker.record_round(members, (), ()), None):
+        see(tracker, record(1), record(2))
+        assert tracker.ignore(p for p in tracker.view().live if p.peer_id == peer_id(1)) == 1
+        since = clock.now
+        if reached is not None:
+            reached()
+            assert len(tracker.view().others) == 2
+        while len(see(tracker, record(1), record(2)).view().others) < 2:
+            clock.now += 5
+        lifetimes.append(round(clock.now - since))
+        clock.now += 5
+    assert lifetimes == [30, 60, 120, 120, 0, 0, 30]
+    tracker.record_round(members, members, ())
+    clock.now += 590
+    assert len(see(tracker, record(1), record(2)).view().others) == 1
+
+
+def test_trainer_that_is_not_heard_is_not_ignored(clock):
+    """It counts for nothing anyway, and at once when it is back, as after a sleep."""
+    tracker = see(make_tracker(), old := record(1))
+    clock.now += ALIVE_SECONDS
+    assert see(tracker, old).ignore(tracker.view().live) == 0
+    assert len(see(tracker, record(1)).view().live) == 1
 
 
 def test_report_speaks_for_its_signer_only():
@@ -186,12 +213,12 @@ def test_report_speaks_for_its_signer_only():
     tracker.dht.records = {subkey(number): record(number, epoch=4, samples=10) for number in (1, 2)}
     tracker.dht.records |= {b"x" + subkey(3): record(3), b"id": record(4), subkey(0): record(0)}
     tracker.dht.records[subkey(5)] = {**record(1, epoch=5), "peer_id": peer_id(1)}
-    tracker._begin_fetch()
-    assert tracker._finish_fetch()
-    assert {progress.peer_id: progress.epoch for progress in tracker.other_trainers} == {
+    tracker._begin_read()
+    assert tracker._finish_read()
+    assert {progress.peer_id: progress.epoch for progress in tracker.view().others} == {
         peer_id(1): 4, peer_id(2): 4, peer_id(5): 5,
     }  # fmt: skip
-    assert tracker.num_expected(5) == 2
+    assert tracker.view().num_expected(5) == 2
 
 
 # When a step is due
@@ -212,13 +239,13 @@ def test_step_is_due_with_enough_samples_in_total(own, reports, total, is_due, c
     tracker = see(make_tracker(target=100), *(record(number, **report) for number, report in enumerate(reports, 1)))
     clock.now += 10.0  # at a higher rate, the missing samples would be expected at once
     compute(tracker, own)
-    assert tracker.estimate()[0] == total and (tracker.seconds_to_step == 0) == is_due
+    assert tracker.view().estimate[0] == total and (tracker.view().seconds_to_step == 0) == is_due
 
 
 def test_samples_of_other_steps_do_not_count():
     tracker = see(make_tracker(target=100), record(1, epoch=1, samples=80), record(2, epoch=0, samples=50))
     tracker.begin_step(3, 0)
-    assert tracker.estimate()[0] == 0
+    assert tracker.view().estimate[0] == 0
 
 
 @pytest.mark.parametrize(("invited", "seconds"), [(False, 60.0), (True, 0.0)])
@@ -231,8 +258,8 @@ def test_claim_of_a_target_batch_does_not_make_a_step_due(number, invited, secon
     honest = [record(peer + 1, samples=8, rate=8.0) for peer in range(number)]
     see(tracker, *honest, record(99, samples=10**6, rate=10**6, time=run_time() - age))
     compute(tracker, 8)
-    assert tracker.seconds_to_step >= seconds and (tracker.seconds_to_step == 0) == invited
-    assert invited or tracker.estimate()[0] <= 0.02 * tracker.target_batch_size
+    assert tracker.view().seconds_to_step >= seconds and (tracker.view().seconds_to_step == 0) == invited
+    assert invited or tracker.view().estimate[0] <= 0.02 * tracker.target_batch_size
 
 
 def test_trainers_that_are_stuck_make_nobody_count_for_less(clock):
@@ -243,7 +270,7 @@ def test_trainers_that_are_stuck_make_nobody_count_for_less(clock):
         stuck = [record(number, reported_at=run_time(), time=run_time() - clock.now) for number in (2, 3, 4)]
         see(tracker, record(1, samples=60, rate=1.0), *stuck)
     compute(tracker, 50)
-    assert tracker.seconds_to_step == 0
+    assert tracker.view().seconds_to_step == 0
 
 
 @pytest.mark.parametrize(
@@ -251,7 +278,7 @@ def test_trainers_that_are_stuck_make_nobody_count_for_less(clock):
 )
 def test_step_is_due_when_half_of_the_others_have_begun_it(epochs, is_due):
     reports = [record(number + 1, epoch=epoch) for number, epoch in enumerate(epochs)]
-    assert (see(make_tracker(target=10**6), *reports).seconds_to_step == 0) == is_due
+    assert (see(make_tracker(target=10**6), *reports).view().seconds_to_step == 0) == is_due
 
 
 @pytest.mark.parametrize(("age", "reported", "samples"), [(14.0, 14.0, 250.0), (100.0, 0.0, 3000.0)])
@@ -260,28 +287,77 @@ def test_samples_are_extrapolated_for_one_heartbeat_after_the_report_and_a_minut
 ):
     now = run_time()
     tracker = see(make_tracker(target=10_000), record(1, rate=50.0, time=now - age, reported_at=now - reported))
-    assert tracker.seconds_to_step == pytest.approx((10_000 - samples) / 50, abs=1.0)
+    assert tracker.view().seconds_to_step == pytest.approx((10_000 - samples) / 50, abs=1.0)
 
 
 def test_reads_of_many_reports_are_rarer_and_samples_extrapolated_until_the_next(monkeypatch, clock):
     """Each read of 100 peers costs them 0.7 MB. The step is due in the meantime."""
     tracker = see(make_tracker(target=1000), record(1, rate=25.0), record(2, rate=25.0))
     assert tracker._refresh_period() < 15.0
-    monkeypatch.setattr(progress_module, "SECONDS_PER_PEER", 10.0)
+    for module in (progress_module, view_module):
+        monkeypatch.setattr(module, "SECONDS_PER_PEER", 10.0)
     assert tracker._refresh_period() == 30.0
     clock.now += 15.0
-    assert tracker.seconds_to_step == pytest.approx(5.0, abs=0.5)
+    assert tracker.view().seconds_to_step == pytest.approx(5.0, abs=0.5)
     clock.now += 5.5
-    assert tracker.seconds_to_step == pytest.approx(0.0, abs=0.1)
+    assert tracker.view().seconds_to_step == pytest.approx(0.0, abs=0.1)
 
 
 def test_step_is_not_due_before_new_reports_are_read():
     tracker = see(make_tracker(target=100), record(1, samples=90))
     tracker.report_position(1, 0)
     compute(tracker, 100)
-    assert tracker.seconds_to_step > 0, "the other may be at this step by now"
+    assert tracker.view().seconds_to_step > 0, "the other may be at this step by now"
     see(tracker, record(1, epoch=1, samples=10))
-    assert tracker.seconds_to_step == 0
+    assert tracker.view().seconds_to_step == 0
+
+
+def test_read_that_began_before_the_last_step_says_nothing_about_the_next(clock):
+    """It may be ten seconds under way. Neither is the step due, nor another side confirmed."""
+    tracker = see(make_tracker(target=100), record(1, samples=90))
+    tracker.dht.records = {subkey(1): record(1, samples=95), subkey(2): record(2, epoch=40, marks=OLD)}
+    tracker._begin_read()
+    clock.now += 5
+    tracker.report_position(1, 0)
+    compute(tracker, 100)
+    assert tracker._finish_read() and tracker.view().seconds_to_step > 0 and tracker.view().num_reads_apart == 0
+    assert tracker._read_at <= clock.now + tracker.args.min_refresh_period
+    see(tracker, record(1, epoch=1))
+    assert tracker.view().seconds_to_step == 0
+
+
+def test_trainers_that_bring_no_round_through_count_for_nothing(clock):
+    """Whatever they report: two of four do not join, or send nothing. Their parameters lack what they missed."""
+    tracker = make_tracker(target=100)
+    tracker.report_position(4, 90)
+    ids = [signer_of(subkey(number)) for number in range(4)]
+
+    def read(**failing: object) -> View:
+        clock.now += 10
+        others = (record(number, epoch=5, completed=4, contributed=20, **failing) for number in (2, 3))
+        return see(tracker, record(1, epoch=4), *others).view()
+
+    for fruitless, members in ((ids[2:], ids[:2]), (ids[2:], ids)):  # outside of the group, and silent in it
+        assert read(distance=1.0).seconds_to_step == 0, "half have begun"
+        tracker.record_round(members, (), fruitless)
+    view = read(distance=1.0)
+    assert view.seconds_to_step > 0 and [p.peer_id for p in view.contributing] == [peer_id(1)]
+    assert [entry.is_away for entry in view.roster(5)] == [False, False, True, True], "they do not lead"
+    assert read(distance=0.0).seconds_to_step == 0, "they are as many, in rounds of their own"
+    tracker.record_round(ids, (), ())
+    assert read(distance=1.0).seconds_to_step == 0
+
+
+def test_trainer_waits_for_those_behind_for_some_steps_at_most(clock):
+    tracker = make_tracker()
+    for step, seconds in ((1, 3.0), (2, 3.0)):
+        clock.now += seconds
+        tracker.report_position(step, 0)
+    compute(tracker, 1000)
+    for age, is_due in ((11.0, False), (2.0, True)):
+        clock.now += age
+        view = see(tracker, record(1, epoch=1), record(2, epoch=1)).view()
+        assert (view.seconds_to_step == 0) == is_due
 
 
 def test_lone_peer_needs_all_samples_for_its_step(clock):
@@ -291,9 +367,9 @@ def test_lone_peer_needs_all_samples_for_its_step(clock):
         clock.now += 1.0
         compute(tracker, samples)
     clock.now += 10.0
-    assert tracker.seconds_to_step > 0
+    assert tracker.view().seconds_to_step > 0
     compute(tracker, 100)
-    assert tracker.seconds_to_step == 0
+    assert tracker.view().seconds_to_step == 0
 
 
 def test_waiting_does_not_count_as_slow_training(clock):
@@ -313,7 +389,8 @@ def roster(tracker: ProgressTracker, step: int) -> dict[int, tuple[bool, bool]]:
     """Return the roster of a step: number of a peer -> (is_client, is_established)."""
     numbers = {peer_id(number): number for number in range(10)}
     return {
-        numbers[entry.peer_id.to_bytes()]: (entry.is_client, entry.is_established) for entry in tracker.roster(step)
+        numbers[entry.peer_id.to_bytes()]: (entry.is_client, entry.is_established)
+        for entry in tracker.view().roster(step)
     }
 
 
@@ -331,7 +408,7 @@ def test_roster_has_the_live_peers_of_the_step():
         record(8, epoch=4, completed=0),
     )
     assert roster(tracker, 5) == {0: (False, True), 1: (False, True), 2: (True, True), 8: (False, False)}
-    assert tracker.num_expected(5) == 4, "the one that is a step behind, too"
+    assert tracker.view().num_expected(5) == 4, "the one that is a step behind, too"
 
 
 @pytest.mark.parametrize(
@@ -342,7 +419,7 @@ def test_step_is_done_elsewhere_if_most_peers_report_it(completed, is_done):
     reports = [record(number + 1, epoch=5, completed=value) for number, value in enumerate(completed)]
     tracker = make_tracker()
     tracker.report_position(4, 0)
-    assert see(tracker, *reports).is_done_elsewhere(5) == is_done
+    assert see(tracker, *reports).view().most_have_completed(5) == is_done
 
 
 OLD = [[8, 12 * "1"]]
@@ -365,16 +442,16 @@ def test_smaller_side_joins_the_larger_one(own_step, others, joins, clock):
     tracker = make_tracker()
     tracker.report_position(own_step, 0, marks=tuple(map(tuple, OLD if own_step else [])))
     for _ in range(2):
-        assert tracker.side_to_join is None, "one answer may be old"
+        assert tracker.view().side_to_join is None, "one answer may be old"
         see(tracker, *(record(number + 1, epoch=step, marks=marks) for number, (step, marks) in enumerate(others)))
         clock.now += 1
-    assert (tracker.side_to_join and tracker.side_to_join.epoch) == joins
-    assert tracker.is_outranked == (joins is not None)
+    assert (tracker.view().side_to_join and tracker.view().side_to_join.epoch) == joins
+    assert (tracker.view().outranking is not None) == (joins is not None)
     if joins == 40:
         tracker.report_position(own_step := own_step + 1, 0)
-        assert tracker.side_to_join, "it has passed one of many steps that are over"
+        assert tracker.view().side_to_join, "it has passed one of many steps that are over"
     tracker.report_position(own_step, 0)
-    assert tracker.side_to_join is None, "the reports that are known may be of the step before"
+    assert tracker.view().side_to_join is None, "the reports that are known may be of the step before"
 
 
 def test_trainer_that_is_ahead_waits_for_most_of_the_others(clock):
@@ -382,9 +459,9 @@ def test_trainer_that_is_ahead_waits_for_most_of_the_others(clock):
     tracker.report_position(11, 0)
     compute(tracker, 1000)
     see(tracker, *(record(number, epoch=10, samples=1) for number in range(1, 4)))
-    assert tracker.num_expected(12) == 3 and tracker.seconds_to_step > 0
+    assert tracker.view().num_expected(12) == 3 and tracker.view().seconds_to_step > 0
     see(tracker, record(1, epoch=10), record(2, epoch=11), record(3, epoch=11))
-    assert tracker.seconds_to_step == 0
+    assert tracker.view().seconds_to_step == 0
 
 
 def test_peers_that_lack_updates_or_are_away_make_no_step_due(clock):
@@ -392,16 +469,16 @@ def test_peers_that_lack_updates_or_are_away_make_no_step_due(clock):
     clock.now += 10
     compute(tracker, 10)
     see(tracker, record(1, samples=500, distance=3.0), record(2, samples=500, away=True))
-    assert tracker.seconds_to_step > 0
-    assert tracker.num_expected(1) == 1, "the group may repair the first one; nobody waits for the second"
+    assert tracker.view().seconds_to_step > 0
+    assert tracker.view().num_expected(1) == 1, "the group may repair the first one; nobody waits for the second"
     see(tracker, record(1, samples=500, distance=2.0))
-    assert tracker.seconds_to_step == 0
+    assert tracker.view().seconds_to_step == 0
     tracker.report_position(0, 10, distance=3.0)
     clock.now += 20
     see(tracker, record(1, samples=500, distance=2.0))
-    assert tracker.num_lacking == 1.0
+    assert tracker.view().num_lacking == 1.0
     see(tracker, record(1, samples=500, distance=3.0))
-    assert tracker.seconds_to_step == 0 and tracker.num_lacking == 0, "all lack the same"
+    assert tracker.view().seconds_to_step == 0 and tracker.view().num_lacking == 0, "all lack the same"
 
 
 def test_one_claim_to_lack_nothing_leaves_the_others_counting(clock):
@@ -410,19 +487,19 @@ def test_one_claim_to_lack_nothing_leaves_the_others_counting(clock):
     tracker.report_position(0, 10, distance=3.0)
     clock.now += 10
     see(tracker, record(1, distance=3.0), record(2, distance=3.0), record(3, distance=0.0))
-    assert len(tracker.contributing) == 3 and tracker.num_lacking == 0
+    assert len(tracker.view().contributing) == 3 and tracker.view().num_lacking == 0
     see(tracker, *(record(number, distance=0.0) for number in (1, 2)))
-    assert tracker.num_lacking == 3.0, "most others lack nothing"
+    assert tracker.view().num_lacking == 3.0, "most others lack nothing"
 
 
 def test_answer_without_a_peer_does_not_erase_it(clock):
     tracker = see(make_tracker(), record(1), record(2))
-    assert see(tracker, record(1)).num_expected(1) == 2
+    assert see(tracker, record(1)).view().num_expected(1) == 2
     tracker.dht.records[subkey(2)] = None
-    tracker._begin_fetch()
-    assert tracker._finish_fetch() and tracker.num_expected(1) == 1, "it has said goodbye"
+    tracker._begin_read()
+    assert tracker._finish_read() and tracker.view().num_expected(1) == 1, "it has said goodbye"
     clock.now += ALIVE_SECONDS
-    assert see(tracker).num_expected(1) == 0
+    assert see(tracker).view().num_expected(1) == 0
 
 
 def test_samples_of_a_step_that_began_meanwhile_are_not_counted_twice():
@@ -445,7 +522,7 @@ def test_samples_of_a_step_that_began_meanwhile_are_not_counted_twice():
 def test_step_of_the_run(epochs, completed, agreed, credible):
     reports = zip(epochs, completed, strict=True)
     tracker = see(make_tracker(), *(record(n + 1, epoch=e, completed=c) for n, (e, c) in enumerate(reports)))
-    assert (tracker.agreed_step, tracker.credible_step()) == (agreed, credible)
+    assert (tracker.view().agreed_step, tracker.view().credible_step) == (agreed, credible)
 
 
 # Background thread
@@ -454,13 +531,13 @@ def test_step_of_the_run(epochs, completed, agreed, credible):
 def test_reports_are_rate_limited_except_for_new_steps(clock):
     tracker = make_tracker()
     compute(tracker, 1)
-    assert tracker._next_report <= clock.now
+    assert tracker.own.report_at <= clock.now
     tracker._report()
     clock.now += 0.1
     compute(tracker, 2)
-    assert tracker._next_report == pytest.approx(1000.5), "fast local steps do not flood the DHT"
+    assert tracker.own.report_at == pytest.approx(1000.5), "fast local steps do not flood the DHT"
     tracker.begin_step(1, 2)
-    assert tracker._next_report <= clock.now
+    assert tracker.own.report_at <= clock.now
     (stored,) = tracker.dht.records.values()
     assert isinstance(parse_progress(peer_id(0), stored), PeerProgress)
 
@@ -471,7 +548,7 @@ def test_reports_become_frequent_when_the_step_is_near(clock):
     for samples in range(200):
         clock.now += 0.1
         compute(tracker, samples + 1)
-        if clock.now >= tracker._next_report:
+        if clock.now >= tracker.own.report_at:
             tracker._report()
             reported_at.append(clock.now - 1000.0)
     gaps = [after - before for before, after in pairwise(reported_at)]
@@ -485,7 +562,7 @@ def test_reads_soon_while_other_trainers_are_in_the_round_that_this_one_has_left
     tracker = see(make_tracker(target=100))
     assert tracker._refresh_period() == tracker.args.default_refresh_period, "it is alone"
     tracker.report_position(3, 0)
-    assert tracker._next_fetch < clock.now + 1, "other trainers may have completed it, too"
+    assert tracker._read_at < clock.now + 1, "other trainers may have completed it, too"
     see(tracker, record(1), record(2))
     clock.now += 60.0
     see(tracker, record(1, epoch=3, completed=2, rate=0.1), record(2, epoch=3, rate=0.1))
@@ -511,16 +588,16 @@ def test_reported_rate_falls_during_a_long_local_step(clock):
 def test_slow_dht_neither_silences_this_peer_nor_declares_the_others_dead(clock):
     tracker = see(make_tracker(), report := record(1))
     tracker.dht.answers = False
-    tracker._begin_fetch()
+    tracker._begin_read()
     clock.now += READ_TIMEOUT - 1
-    assert not tracker._finish_fetch()
+    assert not tracker._finish_read()
     clock.now += ALIVE_SECONDS
-    assert tracker.num_expected(1) == 1, "its report was fresh when it was read"
+    assert tracker.view().num_expected(1) == 1, "its report was fresh when it was read"
     with pytest.raises(TimeoutError):
-        tracker._finish_fetch()
+        tracker._finish_read()
     tracker.dht.answers = True
     see(tracker, report)
-    assert tracker.num_expected(1) == 0
+    assert tracker.view().num_expected(1) == 0
 
 
 @pytest.mark.parametrize("error", [-600.0, -20.0, 5.0, 600.0])
@@ -530,22 +607,24 @@ def test_peer_with_a_wrong_clock_is_alive_while_its_reports_change(clock, error)
     for _ in range(3):
         reports = [record(number, rate=25.0, samples=50) for number in (2, 3)]
         see(tracker, record(4, rate=50.0, samples=100, age=-error), dead := record(1), *reports)
-        assert tracker.num_expected(1) == 4
+        assert tracker.view().num_expected(1) == 4
         clock.now += HEARTBEAT_SECONDS
     for _ in range(3):
         reports = [record(number, rate=25.0, samples=50) for number in (2, 3)]
         see(tracker, record(4, rate=50.0, samples=100, age=-error), dead, *reports)
         clock.now += HEARTBEAT_SECONDS
-    assert tracker.num_expected(1) == 3
+    assert tracker.view().num_expected(1) == 3
     # Between 200 of 2000 samples as reported and those of one heartbeat more
-    assert (2000 - 200 - 100 * 2 * HEARTBEAT_SECONDS) / 100 < tracker.seconds_to_step <= (2000 - 200) / 100
+    assert (2000 - 200 - 100 * 2 * HEARTBEAT_SECONDS) / 100 < tracker.view().seconds_to_step <= (2000 - 200) / 100
 
 
 def test_peer_whose_first_report_is_old_is_not_waited_for_long(clock):
     tracker = see(make_tracker(target=1000), report := record(1, samples=100, rate=50.0, age=60.0))
-    clock.now += PROBATION_SECONDS
+    clock.now += others_module.PROBATION_SECONDS
     see(tracker, report)
-    assert tracker.num_expected(1) == 0 and tracker.seconds_to_step > 600, "it does not contribute any more"
+    assert tracker.view().num_expected(1) == 0 and tracker.view().seconds_to_step > 600, (
+        "it does not contribute any more"
+    )
 
 
 def test_thread_survives_a_silent_dht(monkeypatch):

@@ -44,7 +44,7 @@ def test_optimizer_ends_in_the_middle_of_a_round(build_swarm, monkeypatch, capfd
     first.averager.shutdown()
     assert not first.averager.is_alive()
     second.optimizer.shutdown()
-    wait_until(lambda: not second.optimizer._thread.is_alive(), 120, "the end of the step thread")
+    wait_until(lambda: not second.optimizer.steps.is_alive(), 120, "the end of the step thread")
     assert second.completed == 0
     assert "Traceback" not in capfd.readouterr().err
 
@@ -84,11 +84,11 @@ def test_foreign_trainer_is_ignored(build_swarm, tmp_path, launcher):
     for sizes in ((4, 8), (5, 7), (6, 6)):
         before = stranger.output.count("is at step")
         wait_until(lambda before=before: stranger.output.count("is at step") > before + 3, 120, "its local steps")
-        assert all(trainer.tracker.estimate()[0] == 0 for trainer in swarm.trainers)
+        assert all(trainer.tracker.view().estimate[0] == 0 for trainer in swarm.trainers)
         swarm.global_step(*sizes)
         for trainer in swarm.trainers:
             assert trainer.entry["outcome"] == "averaged" and len(trainer.entry["group"]) == 2
-            assert trainer.entry["missed"] == {} and len(trainer.tracker.other_trainers) == 1
+            assert trainer.entry["missed"] == {} and len(trainer.tracker.view().others) == 1
     stranger.wait_for(r"is at step \d\d")
     newcomer = swarm.add()
     newcomer.tracker.refresh()

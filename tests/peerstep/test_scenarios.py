@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 import pytest
 import torch
 
-from peerstep import known_peers, optimizer, rounds, uplink
+from peerstep import joining, known_peers, rounds, uplink
 from peerstep.history import MAX_DIFFERENT, different_marks
 from tests.support import simulated_network
 from tests.support.scenario import BATCH, Peer, Scenario
@@ -132,7 +132,7 @@ def test_trainer_that_slept_for_many_short_steps_downloads_the_state(monkeypatch
         )
         scenario.reach(3)
         late.freeze()
-        scenario.reach(late.step + optimizer.MAX_MISSED_UPDATES + 5, one, two, seconds=600.0)
+        scenario.reach(late.step + joining.MAX_MISSED_UPDATES + 5, one, two, seconds=600.0)
         late.thaw()
         since = len(late.rounds)
         scenario.wait_until(lambda: late.downloads and late.outcomes()[since:].count("averaged") >= 2, 60.0)
@@ -173,6 +173,25 @@ def test_of_two_trainers_that_do_not_reach_each_other_one_goes_on():
         assert sorted(goes_on) == [False, True], scenario.describe()
         scenario.heal()
         scenario.unite()
+
+
+@pytest.mark.parametrize("fault", ["cut", "freeze"])
+@pytest.mark.parametrize("seed", [2, 12])
+def test_two_clients_and_their_public_trainer_average_again_once_they_reach_it(fault, seed):
+    """Friends at home: the router of the one with a public address restarts. The smallest peer ID is a client's."""
+    with Scenario(seed, factor=60.0, target_batch_size=100, averaging_timeout=15.0) as scenario:
+        trainers = public, *clients = [scenario.add(speed=speed, client=speed != 1) for speed in (1, 0.7, 1.2)]
+        assert min(trainers, key=lambda peer: peer.peer_id.to_bytes()) in clients
+        scenario.reach(4)
+        scenario.cut(public, *clients) if fault == "cut" else public.freeze()
+        scenario.wait(75.0)
+        scenario.heal()
+        public.thaw()
+        scenario.wait(60.0)
+        since = [len(peer.rounds) for peer in trainers]
+        scenario.wait(90.0)
+        found = [peer.outcomes()[number:] for peer, number in zip(trainers, since, strict=True)]
+        assert all(outcomes.count("averaged") >= 6 for outcomes in found), scenario.describe()
 
 
 def test_trainer_that_dies_sends_nobody_looking_for_its_step():
@@ -390,3 +409,30 @@ def test_two_clients_whose_public_peer_has_left_do_not_fork():
         assert sum(now > then for now, then in zip(scenario.steps_of(*clients), before, strict=True)) <= 1
         newcomer = scenario.add()
         scenario.unite(*clients, newcomer)
+
+
+def break_rounds(peer: Peer, method: str) -> None:
+    """Let each round of a trainer raise from now on: before it is searched, or at its end."""
+
+    def fail(*_args: object) -> None:
+        raise RuntimeError("broken")
+
+    if method == "average":
+        peer.optimizer.coordinator.average = fail
+    else:
+        peer.optimizer.steps._apply_outcome = fail
+
+
+@pytest.mark.parametrize("method", ["average", "apply"])
+def test_trainers_that_fail_in_each_attempt_cost_the_others_no_rounds(method):
+    """They live, report and answer, and are half of the run."""
+    with Scenario(6, target_batch_size=40, averaging_timeout=20.0) as scenario:
+        *healthy, _, _ = peers = [scenario.add(speed=speed) for speed in (0.8, 1.2, 1.0, 0.6)]
+        scenario.reach(5)
+        for peer in peers[2:]:
+            break_rounds(peer, method)
+        since = [len(peer.rounds) for peer in healthy]
+        scenario.wait(60.0)
+        # Two trainers with these speeds take 11 or 12 steps in a minute.
+        rounds = [peer.outcomes()[number:].count("averaged") for peer, number in zip(healthy, since, strict=True)]
+        assert min(rounds) >= 9, scenario.describe()

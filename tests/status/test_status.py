@@ -174,7 +174,7 @@ def test_error_is_added_to_what_the_trainer_has_given(keeper, tmp_path, capsys):
 def test_progress_is_logged(keeper, caplog, tmp_path):
     keeper._log_at = 0.0
     caplog.set_level("INFO")
-    keeper.optimizer.tracker.other_trainers = [SimpleNamespace(peer_id=b"", samples_per_second=1.0)] * 2
+    keeper.optimizer.tracker.others = [SimpleNamespace(peer_id=b"", samples_per_second=1.0)] * 2
     assert keeper.update().loss is None
     keeper.loss_meter.add(torch.tensor(6.5))
     keeper.work()

@@ -73,7 +73,7 @@ def record(recorder: Recorder) -> None:
     from peerstep.optimizer import CollaborativeOptimizer
     from peerstep.progress import ProgressTracker
 
-    take_step, finish_fetch = CollaborativeOptimizer.step, ProgressTracker._finish_fetch
+    take_step, finish_fetch = CollaborativeOptimizer.step, ProgressTracker._finish_read
 
     @wraps(take_step)
     def step(optimizer, *args, **kwargs):
@@ -85,13 +85,13 @@ def record(recorder: Recorder) -> None:
 
     @wraps(finish_fetch)
     def finish(tracker):
-        _, began = tracker._pending_fetch
+        _, began = tracker._pending
         is_finished = finish_fetch(tracker)
         if is_finished:
             recorder.write("read", seconds=time.monotonic() - began)
         return is_finished
 
-    CollaborativeOptimizer.step, ProgressTracker._finish_fetch = step, finish
+    CollaborativeOptimizer.step, ProgressTracker._finish_read = step, finish
     counts, written_at = Counter(), 0.0
 
     def count(name: str, call: Callable) -> Callable:

@@ -184,9 +184,10 @@ def flood_requests() -> None:
         await asyncio.sleep(600)
 
     def update_roster(self) -> None:
-        steps = [progress.epoch for progress in self.tracker.other_trainers]
+        view = self.tracker.view()
+        steps = [progress.epoch for progress in view.others]
         number = 1 + max(steps, default=0)  # for which the others look for a group now
-        self.averager.set_roster(self.tracker.roster(number), number - 1)
+        self.averager.set_roster(view.roster(number), number - 1)
 
     asking = {}
     StepMatchmaking.look_for_group, RoundCoordinator.update_roster = look_for_group, update_roster

@@ -57,7 +57,7 @@ def storing_peer(stored: dict, public_key: bytes = b"key") -> SimpleNamespace:
 
 
 class FakeTracker:
-    """Progress tracker of a trainer that knows the reports of other live trainers.
+    """Progress tracker of a trainer that knows the reports of other live trainers, and its view.
 
     :param others: the `epoch` of each, and its `samples_per_second`
     """
@@ -70,20 +70,28 @@ class FakeTracker:
             epoch=epoch, completed=epoch, samples_accumulated=0, contributed=0, samples_per_second=0.0,
             client_mode=False,
         )  # fmt: skip
-        self.other_trainers = [
+        self.others = [
             SimpleNamespace(epoch=step, samples_per_second=rate, client_mode=False) for step, rate in others
         ]
         self.all_samples, self.seconds_to_step = 0, float("inf")
 
+    @property
     def estimate(self) -> tuple[int, float]:
         return self.all_samples, self.seconds_to_step
+
+    def view(self) -> "FakeTracker":
+        return self
 
     def refresh(self) -> bool:
         return True
 
     @property
-    def live_trainers(self) -> list[SimpleNamespace]:
-        return self.other_trainers
+    def own(self) -> SimpleNamespace:
+        return self.local_progress
+
+    @property
+    def live(self) -> list[SimpleNamespace]:
+        return self.others
 
 
 def make_text_task(config: PretrainedConfig, tokenizer: object | None = None) -> TextTask:

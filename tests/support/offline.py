@@ -53,13 +53,14 @@ class Rounds:
     gradients of the newest round as it begins.
     """
 
-    has_group, is_called_off, other = False, False, None
+    is_called_off, other = False, None
     may_be_used = was_late = is_far = False
 
     def __init__(self, optimizer: CollaborativeOptimizer):
         self.averager = optimizer.grad_averager
         self.optimizer = optimizer
-        self.outcome, self.received, self.is_given, self.is_settling = Outcome.AVERAGED, 1.0, False, False
+        self.stopped = optimizer.coordinator.stopped
+        self.outcome, self.received, self.is_given = Outcome.AVERAGED, 1.0, False
         self.gradients, self.parameters = 0.0, None
         self.during: Callable[[], object] = lambda: None
         self.weights: list[float] = []
@@ -70,7 +71,7 @@ class Rounds:
         self.contribution = [gradient.clone() for gradient in self.averager.gradients]
         self.during()
         if self.outcome != Outcome.AVERAGED:
-            return RoundResult(self.outcome, may_be_used=self.may_be_used)
+            return RoundResult(self.outcome, may_be_used=self.may_be_used, num_attempts=1)
         averager = self.averager
         gradients = [torch.full_like(own, self.gradients) for own in averager.gradients]
         own = averager.parameters
@@ -84,10 +85,17 @@ class Rounds:
             parameters=None if parameters is None else averaged,
         )  # fmt: skip
 
+    def has_group(self, _step: int) -> bool:
+        return False
+
+    def look_ahead(self, _view: object) -> None:
+        pass
+
     def call_off(self) -> None:
         self.is_called_off = True
 
-    look_ahead = stop = call_off
+    def stop(self) -> None:
+        self.stopped.set()
 
 
 class Answer(Future):

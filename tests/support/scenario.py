@@ -98,7 +98,7 @@ class Peer(Node):
             tracker.refresh()
             if self.optimizer.load_state_from_peers():
                 break
-            if all(peer.epoch <= self.step + 1 for peer in tracker.live_trainers):
+            if all(peer.epoch <= self.step + 1 for peer in tracker.view().live):
                 break
         self.optimizer.pop_records()
         self.has_joined = True

@@ -35,7 +35,7 @@ class Trainer:
     def __init__(self, stack: ExitStack, peer: Peer, **options):
         self.peer, self.model = peer, build_model(CONFIG, "run")
         self.optimizer = stack.enter_context(local_optimizer(self.model, peer, 1, **options))
-        self.optimizer.tracker.performance_ema = NoEstimate()
+        self.optimizer.tracker.own.performance_ema = NoEstimate()
         self.log: list[dict] = []
         self.optimizer.on_round = self.log.append
         self.tracker, self.averager = self.optimizer.tracker, self.optimizer.grad_averager
@@ -63,7 +63,7 @@ class Trainer:
 
     def knows(self, trainers: Sequence["Trainer"]) -> bool:
         """Whether this trainer knows the completed step of each other trainer that has reported one."""
-        known = {progress.peer_id: progress.completed for progress in self.tracker.other_trainers}
+        known = {progress.peer_id: progress.completed for progress in self.tracker.view().others}
         return all(
             known.get(trainer.id) == trainer.completed for trainer in trainers if trainer is not self and trainer.log
         )

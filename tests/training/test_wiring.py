@@ -61,7 +61,7 @@ def built(monkeypatch) -> dict[str, ChainMap]:
         collaboration = CollaborationArguments(run_id="run", **COLLABORATION)
         args = TrainerArguments(training, None, collaboration, ProgressTrackerArguments(**TRACKER))
         optimizer = builders.build_optimizer(model, FAKE_PEER, 8, args)
-        parts = optimizer, optimizer.coordinator, optimizer.state_averager, optimizer.grad_averager
+        parts = optimizer, optimizer.coordinator, optimizer.steps, optimizer.state_averager, optimizer.grad_averager
         more = {"max_norm": optimizer.accumulator.max_norm, "training": optimizer.accumulator}
         more["tracker_args"] = vars(optimizer.tracker.args[3])
         found[name] = ChainMap(more, *map(vars, reversed(parts)))
