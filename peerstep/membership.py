@@ -36,7 +36,7 @@ class Membership:
     is_settling: bool = False  # whether the optimizer statistics lack updates that the parameters have
     failures: int = 0  # consecutive rounds in which this peer failed to take part
     attempts: int = 0  # rounds without a group since this peer, or another one, has taken a step
-    vain: int = 0  # rounds without a group since one with others
+    vain: int = 0  # rounds without a group since one with others, or a step of theirs
     alone: int = 0  # consecutive marks of steps that this peer took alone
 
     # What became of a step
@@ -85,7 +85,7 @@ class Membership:
         """Pass over steps that the others have taken. They give this peer the updates that it lacks."""
         self.step += missed
         self.distance += missed
-        self.attempts = 0
+        self.attempts = self.vain = 0
 
     def failed(self, is_unreached: bool = True) -> None:
         """Record an attempt at a step that can be repeated.
