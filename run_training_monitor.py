@@ -205,11 +205,12 @@ def main() -> None:
             target_batch_size=run_args.target_batch_size,
             believes_weights=not peer.dht.is_open,
         )
+        adviser = Adviser(run_args)
         training_monitor = TrainingMonitor(
-            peer, run_id, aggregator, reporter, contributors, keeper, uploader, args, Adviser(run_args)
+            peer, run_id, aggregator, reporter, contributors, keeper, uploader, args, adviser, run_args.last_step
         )
         end_time = peer_args.end_time + 120.0  # trainers wait for the last checkpoint for 90 s
-        while not stop.is_set() and time.time() < end_time:
+        while not (stop.is_set() or time.time() >= end_time or training_monitor.has_ended()):
             page = peer_args.page or reporter.page  # wandb's is known after its start
             if is_organiser and relay.config.settings.get("page") != page:
                 relay.config = RunConfig.sign({**relay.config.settings, "page": page}, peer.private_key)

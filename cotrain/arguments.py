@@ -448,7 +448,10 @@ class HyperparameterArguments(Flags, group="Hyper-parameters"):
         "LAMB is for large batches; AdamW needs a much smaller --learning_rate (about 1e-4) and --adam_epsilon 1e-8; "
         "Muon, with AdamW for embeddings, head and vectors, the same or a few times more",
     )
-    total_steps: int = setting(125_000, "Global steps of the learning-rate schedule; training may continue after it")
+    total_steps: int = setting(125_000, "Global steps of the learning-rate schedule, at whose end the run ends")
+    after_last_step: Literal["end", "continue"] = setting(
+        "end", "After --total_steps: trainers, monitor and evaluator exit; or continue, with the rate of the last step"
+    )
     warmup_steps: int = setting(
         5000, "Global steps of linear warm-up, at whose end the rate is the peak", at_least=0, at_most="total_steps"
     )
@@ -477,6 +480,11 @@ class HyperparameterArguments(Flags, group="Hyper-parameters"):
     max_update_norm: float = setting(
         1.0, "With --local_updates: bound on a peer's change, relative to the parameters' norm; 0: none", at_least=0
     )
+
+    @property
+    def last_step(self) -> int | None:
+        """The global step at which the run ends; None if it has no end."""
+        return self.total_steps if self.after_last_step == "end" else None
 
 
 @dataclass

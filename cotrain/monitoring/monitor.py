@@ -20,6 +20,7 @@ from cotrain.monitoring.hub_upload import HubUploader
 from cotrain.monitoring.progress_log import ProgressLog
 from cotrain.monitoring.reporters import Reporters
 from cotrain.status.client_mode import ClientModeAlarm
+from cotrain.status.status import describe_last_step, format_duration
 from cotrain.task import Task
 from cotrain.training import checkpoints
 from cotrain.training.checkpoints import SavedState
@@ -31,6 +32,7 @@ from peerstep.swarm import Swarm
 
 logger = get_logger(__name__)
 
+END_PERIODS = 4  # of --refresh_period, without a trainer, after which a monitor ends whose run has ended
 END_SECONDS = 20.0  # that the end of a monitor may take, half of them for a last checkpoint
 QUIET_SECONDS = 3.0  # without a trainer that leaves or a new step, after which the end has come
 MAX_SAVE_PAUSE = 300.0  # seconds between two attempts to save a checkpoint
@@ -87,8 +89,7 @@ class CheckpointKeeper:
         self._reported_step = step
         interval = 1 if trainers_are_leaving else self.args.save_checkpoint_step_interval
         next_step = 1 if self._has_gone_back else max(self.saved_step, 0) + interval
-        is_idle = self._pending is None or self._pending.done()
-        if step >= next_step and is_idle and trainers and self._backoff.is_over:
+        if step >= next_step and not self.is_running and trainers and self._backoff.is_over:
             # The minimum is not `step`: reported steps are untrusted, and a revived run is behind the reported step.
             self._pending = self._executor.submit(self._save, next_step, step + MAX_LEAD)
 
@@ -120,6 +121,10 @@ class CheckpointKeeper:
             self._backoff.fail()
             logger.warning(f"Could not save step #{min_step} or later. {error}; trying again later")
 
+    @property
+    def is_running(self) -> bool:
+        return self._pending is not None and not self._pending.done()
+
     def save_newest(self, step: int, seconds: float) -> None:
         """Save a state that a trainer still offers, if it is newer than the saved one. Wait at most `seconds`."""
         self._reported_step, deadline = step, time.monotonic() + seconds
@@ -146,8 +151,10 @@ class TrainingMonitor:
     uploader: HubUploader | None  # None: upload none
     args: Any  # TrainingMonitorArguments of run_training_monitor.py
     adviser: Adviser
+    last_step: int | None = None  # the last one of the schedule, if the run ends there
 
     def __post_init__(self):
+        self._quiet_since: float | None = None  # since the run has ended
         self._client_mode_alarm = ClientModeAlarm()
         self._progress_log = ProgressLog(self.aggregator.target_batch_size, self.contributors.find_name)
         self._newest_step = self.aggregator.last_reported_step
@@ -167,7 +174,8 @@ class TrainingMonitor:
         reports = self.aggregator.update(run_time(), records, progress)
         trainers = self.aggregator.live_peers
         checkpoint_step = -1 if self.keeper is None else self.keeper.saved_step
-        self._progress_log.update(time.monotonic(), trainers, bool(reports), checkpoint_step)
+        if self._quiet_since is None:  # the run has not ended
+            self._progress_log.update(time.monotonic(), trainers, bool(reports), checkpoint_step)
         self._report(reports, parse_shares(published.values()))
         self._client_mode_alarm.check([trainer.heartbeat.client_mode for trainer in trainers])
         # Of the trainers that took the newest step: anybody may claim to leave, and each download costs a trainer.
@@ -182,6 +190,24 @@ class TrainingMonitor:
         dht_records.store_record(
             self.peer.dht, f"{self.run_id}_monitor", self.peer.public_key, status.dict(), lifetime
         )
+
+    def has_ended(self) -> bool:
+        """Whether the last step of the schedule is done, and nobody has needed this monitor for some time.
+
+        A trainer that joins in that time gets the last state, learns from its step that the run has ended, and ends.
+        """
+        saved = -1 if self.keeper is None else self.keeper.saved_step
+        if self.last_step is None or max(saved, self.aggregator.last_reported_step) < self.last_step:
+            return False
+        now = time.monotonic()
+        patience = END_PERIODS * self.args.refresh_period
+        if self._quiet_since is None:
+            self._quiet_since = now
+            wait = f"The monitor ends {format_duration(patience)} after the last trainer has left"
+            logger.info(f"{describe_last_step(self.last_step)} Thank you, all! {wait}")
+        if self.aggregator.live_peers or any(part and part.is_running for part in (self.keeper, self.uploader)):
+            self._quiet_since = now
+        return now >= self._quiet_since + patience
 
     def finish(self) -> None:
         """Report the last steps and contributors, and save the newest state. Takes END_SECONDS at most.

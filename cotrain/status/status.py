@@ -72,6 +72,10 @@ def describe_end(end_time: float) -> str:
     return f"{when}, in {format_duration(max(0.0, end_time - time.time()))}"
 
 
+def describe_last_step(step: int) -> str:
+    return f"Step #{step} is the last of the schedule: the run has ended."
+
+
 def _format_time(moment: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
 

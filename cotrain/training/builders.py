@@ -4,6 +4,7 @@ Peers exchange the optimizer state by position, so all of them must use these bu
 """
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
@@ -90,13 +91,15 @@ def build_scheduler(optimizer: torch.optim.Optimizer, args: HyperparameterArgume
     """Build the learning-rate schedule: linear warm-up and linear decay over global steps.
 
     Its value at `step` is the factor for the update of step `step + 1`. transformers' schedule has 0 at both of its
-    ends, for which peers would compute a target batch each.
+    ends, for which peers would compute a target batch each. With --after_last_step continue the last factor
+    stays.
     """
     schedule = get_linear_schedule_with_warmup(
         optimizer, num_warmup_steps=args.warmup_steps, num_training_steps=args.total_steps
     )
     factor = schedule.lr_lambdas[0]
-    return LambdaLR(optimizer, lambda step: max(factor(step), factor(step + 1)))
+    last = args.total_steps - 1 if args.last_step is None else math.inf
+    return LambdaLR(optimizer, lambda step: max(factor(min(step, last)), factor(min(step, last) + 1)))
 
 
 def _step_options(args: HyperparameterArguments) -> dict:

@@ -58,15 +58,20 @@ def load_training_state(path: Path, run_id: str) -> SavedState:
     return SavedState(run_id, content["metadata"], content["tensors"], content.get("unsent"))
 
 
+def write_model(folder: Path, task: Task, model: torch.nn.Module) -> None:
+    """Write the files of a checkpoint by which a model is used, into an existing folder."""
+    task.save_pretrained(model, folder)
+    if not any(folder.glob("*model*.safetensors")):  # peft's are adapter_model.safetensors
+        save_model(model, folder / "model.safetensors")
+
+
 def save_checkpoint(folder: Path, task: Task, model: torch.nn.Module, state: SavedState, info: dict) -> Path:
     """Write `checkpoint-STEP` into a folder: model, training state, and `info` as collaboration.json."""
     path = folder / f"checkpoint-{state.step}"
     if path.is_dir() and not (path / STATE_FILE).exists():
         logger.warning(f"'{path}' is of another program: renamed it to {_set_aside(path).name}")
     with new_folder(path, "--output_dir", overwrite=True, replaceable=(STATE_FILE,)) as temporary:
-        task.save_pretrained(model, temporary)
-        if not any(temporary.glob("*model*.safetensors")):  # peft's are adapter_model.safetensors
-            save_model(model, temporary / "model.safetensors")
+        write_model(temporary, task, model)
         content = {"format": _FORMAT, "run_id": state.run_id, "metadata": state.metadata, "tensors": state.tensors}
         if state.unsent is not None:  # in bfloat16, since rounds send 4 bits
             content["unsent"] = [tensor.to("cpu", torch.bfloat16) for tensor in state.unsent]
@@ -79,7 +84,7 @@ def save_checkpoint(folder: Path, task: Task, model: torch.nn.Module, state: Sav
 def list_checkpoints(folder: Path) -> list[Path]:
     """List the checkpoints in a folder, highest step first, by name: modification times are not reliable."""
     found = [path for path in folder.glob("checkpoint-*") if path.is_dir() and _CHECKPOINT_NAME.fullmatch(path.name)]
-    return sorted(found, key=_step_of, reverse=True)
+    return sorted(found, key=step_of, reverse=True)
 
 
 def restore_newest(folder: Path, run_id: str, averager: TrainingStateAverager) -> SavedState | None:
@@ -110,7 +115,7 @@ def rotate_checkpoints(newest: Path, keep: int, keep_hourly: int = 0) -> None:
     later = list(itertools.takewhile(newest.__ne__, list_checkpoints(newest.parent)))
     if later:
         names = ", ".join(f"{path.name} as {_set_aside(path).name}" for path in later)
-        logger.warning(f"The run has gone back to step #{_step_of(newest)}: set aside {names} in '{newest.parent}'")
+        logger.warning(f"The run has gone back to step #{step_of(newest)}: set aside {names} in '{newest.parent}'")
     complete = [path for path in list_checkpoints(newest.parent) if (path / STATE_FILE).is_file()]
     first = {(path / STATE_FILE).stat().st_mtime // 3600: path for path in complete[keep:]}  # of each hour, by step
     left = [path for path in newest.parent.glob("checkpoint-*.*") if (path / STATE_FILE).is_file()]
@@ -129,5 +134,5 @@ def _set_aside(path: Path) -> Path:
     return path.rename(path.with_name(f"{path.name}.{time.time_ns()}"))
 
 
-def _step_of(path: Path) -> int:
+def step_of(path: Path) -> int:
     return int(_CHECKPOINT_NAME.fullmatch(path.name)[1])

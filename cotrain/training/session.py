@@ -25,7 +25,7 @@ from cotrain.peer.addresses import log_visible_maddrs, peer_id_in
 from cotrain.peer.run_config import RunConfigRelay
 from cotrain.status.client_mode import ClientModeAlarm
 from cotrain.status.loss_meter import LossMeter
-from cotrain.status.status import describe_contribution, describe_end
+from cotrain.status.status import describe_contribution, describe_end, describe_last_step
 from cotrain.status.status_keeper import StatusKeeper
 from cotrain.task import Task
 from cotrain.training import checkpoints
@@ -93,7 +93,7 @@ class TrainingSession:
         """
         unsent = getattr(self.restore_checkpoint(), "unsent", None)  # a download needs the memory of the state
         optimizer, own_step = self.optimizer, self.optimizer.local_epoch
-        optimizer.last_step = self.args.max_global_steps
+        optimizer.last_step = self.last_step
         self.status.start()
         logger.info(f"This peer is {label(self.name, self.peer.dht.peer_id)}")
         if self.args.page is not None:
@@ -192,6 +192,12 @@ class TrainingSession:
             return False
         return not self._is_over()
 
+    @property
+    def last_step(self) -> int | None:
+        """The global step at which this peer leaves: --max_global_steps, or the last one of the schedule."""
+        steps = self.args.max_global_steps, self.arguments.training.last_step
+        return min((step for step in steps if step is not None), default=None)
+
     def _traffic_is_used_up(self) -> bool:
         """Whether --max_traffic is reached; logs it."""
         limit = self.args.max_traffic
@@ -202,7 +208,7 @@ class TrainingSession:
 
     def _is_over(self) -> bool:
         """Whether the run has reached its last step or its end date."""
-        last_step = self.args.max_global_steps
+        last_step = self.last_step
         return (last_step is not None and self.optimizer.local_epoch >= last_step) or time.time() >= self.args.end_time
 
     def _report_steps(self) -> None:
@@ -295,8 +301,13 @@ class TrainingSession:
         self.optimizer.finish_pending_update()
         self.optimizer.stop_averaging()
         self._report_steps()
-        logger.info(describe_contribution(self.status.update()))
+        self.status.should_stop = lambda: True  # no more lines about the next step
         step, is_over = self.optimizer.local_epoch, self._is_over()
+        if step >= (self.arguments.training.last_step or math.inf):
+            path = self.folder / f"checkpoint-{step}"
+            logger.info(describe_last_step(step) + (f" The model is in '{path}'" if path.is_dir() else ""))
+        if (status := self.status.update()).computed or not is_over:  # not a late one, which found a finished run
+            logger.info(describe_contribution(status))
         with contextlib.suppress(Exception):  # hivemind's, if nobody answers any more
             # While all peers leave, the DHT takes seconds, and this peer less.
             self.publish(leaving=is_over).result(timeout=self.MAX_STORE_SECONDS)
@@ -323,7 +334,8 @@ class TrainingSession:
         with self.optimizer.saved_state() as unsent, self.optimizer.state_averager.frozen_state() as content:
             state = SavedState(self.args.run_id, *content, unsent)
             try:
-                path = checkpoints.save_checkpoint(self.folder, self.task, self.model, state, {"time": time.time()})
+                info = {"time": time.time(), "last_step": self.arguments.training.last_step}
+                path = checkpoints.save_checkpoint(self.folder, self.task, self.model, state, info)
                 checkpoints.rotate_checkpoints(path, self.num_checkpoints)
             except Exception as error:  # on a full disk, torch and safetensors raise errors of their own
                 logger.error(

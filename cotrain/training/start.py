@@ -1,13 +1,15 @@
 """Start of a trainer script: its command line, and what it does instead of training."""
 
+import contextlib
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from cotrain.arguments import TRAINER_ARGUMENTS, TrainerArguments
-from cotrain.common.errors import UserError, require_packages
+from cotrain.common.errors import TemporaryError, UserError, require_packages
 from cotrain.common.signals import StopSignal
-from cotrain.status.status import recorded_start, show_status
+from cotrain.status.status import describe_last_step, recorded_start, show_status
 
 
 def start_trainer(train: Callable[[TrainerArguments, StopSignal], None], description: str) -> None:
@@ -35,6 +37,22 @@ def start_trainer(train: Callable[[TrainerArguments, StopSignal], None], descrip
             from cotrain.peer.run_config import adopt_run_config
             from cotrain.peer.tunnel import open_tunnel
 
-            args = TrainerArguments(*adopt_run_config(command_line, stop))
+            try:
+                args = TrainerArguments(*adopt_run_config(command_line, stop))
+            except TemporaryError:
+                _exit_if_finished(Path(args.training.output_dir))
+                raise
             with open_tunnel(args.collaboration):
                 train(args, stop)
+
+
+def _exit_if_finished(folder: Path) -> None:
+    """Exit with 0 if the newest checkpoint is of the last step: a service has started a trainer whose run is over."""
+    from cotrain.training.checkpoints import list_checkpoints, step_of
+
+    with contextlib.suppress(IndexError, OSError, ValueError, KeyError, TypeError):  # no checkpoint, or an older one
+        newest = list_checkpoints(folder)[0]
+        last_step = json.loads((newest / "collaboration.json").read_text(encoding="utf-8"))["last_step"]
+        if step_of(newest) >= last_step:
+            print(f"{describe_last_step(last_step)} The model is in '{newest}'")
+            sys.exit(0)

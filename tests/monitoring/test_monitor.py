@@ -285,3 +285,40 @@ def test_last_checkpoint_is_saved_once(tmp_path, caplog):
     keeper.save_newest(5, seconds=60)
     keeper.close()
     assert [message for message in caplog.messages if "ave" in message] == [f"Saved {tmp_path / 'checkpoint-5'}"]
+
+
+@pytest.mark.parametrize("last_step", [3, None])
+def test_monitor_ends_after_the_last_step_of_the_schedule(tmp_path, stored, monkeypatch, caplog, last_step):
+    """It waits for trainers that have not left, and for those that join late. Another one has no end."""
+    clock = SimpleNamespace(now=0.0)
+    clock.monotonic = clock.time = lambda: clock.now
+    monkeypatch.setattr(monitor_module, "time", clock)
+    monitor = make_monitor(tmp_path, Mock(), settle_time=0.0)
+    monitor.last_step, patience = last_step, 4 * monitor.args.refresh_period
+
+    def has_ended(step: int, *trainers: bytes, gone: Collection = (), after: float = 0.0) -> bool:
+        clock.now += after
+        publish(stored, step, *trainers, gone=gone)
+        monitor.refresh()
+        return monitor.has_ended()
+
+    assert not has_ended(2, b"a", b"b") and not has_ended(2, b"a", b"b", after=1000)
+    assert "has ended" not in caplog.text
+    assert not has_ended(3, b"a", b"b") and not has_ended(3, b"a", b"b", after=1000), "they leave only now"
+    assert not has_ended(3, gone=(b"a", b"b"), after=patience - 1)
+    assert not has_ended(3, b"late", after=patience) and not has_ended(3, gone=(b"late",), after=1)
+    assert has_ended(3, after=patience) == (last_step is not None)
+    assert caplog.text.count("Step #3 is the last of the schedule: the run has ended.") == (last_step is not None)
+
+
+def test_restarted_monitor_of_a_finished_run_ends(tmp_path, stored, monkeypatch):
+    clock = SimpleNamespace(monotonic=lambda: clock.now, time=lambda: clock.now, now=0.0)
+    monkeypatch.setattr(monitor_module, "time", clock)
+    keeper = SimpleNamespace(saved_step=3, is_running=True, update=lambda *_: None)
+    monitor = make_monitor(tmp_path, Mock(), keeper=keeper)
+    monitor.last_step = 3
+    assert not monitor.has_ended()
+    clock.now = 1000.0
+    assert not monitor.has_ended(), "a download runs"
+    keeper.is_running, clock.now = False, 2000.0
+    assert monitor.has_ended()

@@ -74,6 +74,13 @@ def test_schedule_is_that_of_stepping_to_the_same_step():
     assert learning_rates(direct.optimizer) == [0.0, 0.0]
 
 
+def test_rate_of_the_last_step_stays_in_a_run_that_continues():
+    args = arguments(warmup_steps=0, total_steps=4, after_last_step="continue")
+    scheduler = build_scheduler(build_local_optimizer(build_param_groups(torch.nn.Linear(2, 2), 0.0), args), args)
+    factors = [scheduler.lr_lambdas[0](step) for step in range(7)]
+    assert factors == [1.0, 0.75, 0.5, 0.25, 0.25, 0.25, 0.25]
+
+
 def test_step_number_of_a_state_costs_no_time_and_may_be_lower():
     averager = offline_averager()
     metadata, tensors = snapshot(averager)

@@ -256,3 +256,46 @@ def test_trainer_ends_with_the_run_and_waits_for_the_last_checkpoint(session, cl
     assert not session.after_local_step()
     session.leave()
     assert session.stored["run_trainers"][b"key"].value["leaving"] and asked == ["run_monitor"]
+
+
+@pytest.mark.parametrize("own_limit", [None, 99, 12])
+def test_trainer_ends_with_the_schedule(session, clock, monkeypatch, caplog, own_limit):
+    """It says so, thanks once, and waits for the last checkpoint, also if its own limit is later."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(dht_records, "get_dictionary", lambda dht, key: {})
+    session.arguments.training.total_steps, session.args.max_global_steps = 12, own_limit
+    session.optimizer.last_step = None
+    session.optimizer.share_state = session.optimizer.begin_at = Mock()
+    session.optimizer.load_state_from_peers = lambda: True
+    session.join()
+    assert session.optimizer.last_step == 12, "nobody takes a step beyond it"
+    assert session.after_local_step()
+    session.steps.append(StepRecord(12, Outcome.AVERAGED, 8))
+    session.optimizer.num_computed = 8
+    session.status.record_local_step()
+    session.optimizer.local_epoch = 12
+    assert not session.after_local_step()
+    (session.folder / "checkpoint-12").mkdir(parents=True)
+    session.leave()
+    assert f"Step #12 is the last of the schedule: the run has ended. The model is in '{session.folder}" in caplog.text
+    assert caplog.text.count("Thank you") == 1
+    assert session.stored["run_trainers"][b"key"].value["leaving"]
+
+
+def test_late_trainer_is_told_that_the_run_has_ended(session, monkeypatch, caplog):
+    """It has the last state, gave nothing, and is thanked for nothing."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(dht_records, "get_dictionary", lambda dht, key: {})
+    session.arguments.training.total_steps = 9
+    session.args.leave_timeout = 0.0
+    assert not session.after_local_step()
+    session.leave()
+    assert "Step #9 is the last of the schedule: the run has ended." in caplog.text
+    assert "Thank you" not in caplog.text
+
+
+def test_trainer_goes_on_after_the_schedule_if_asked_to(session):
+    session.arguments.training.total_steps, session.arguments.training.after_last_step = 9, "continue"
+    assert session.after_local_step() and session.last_step is None
+    session.leave()
+    assert not session.stored["run_trainers"][b"key"].value["leaving"]
