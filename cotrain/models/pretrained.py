@@ -1,19 +1,26 @@
 """Pretrained weights at --model_name_or_path, a folder or a repository of the Hugging Face Hub."""
 
+import contextlib
 import hashlib
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import BitsAndBytesConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    BitsAndBytesConfig,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import cached_file
 
 from cotrain.arguments import ModelArguments, weight_files
 from cotrain.common.errors import UserError, first_line
 from cotrain.models.config import is_inline
 from cotrain.models.hub import ADAPTED, ADAPTERS, fetch_files
-from cotrain.models.model import get_model_class, get_objective, try_model
+from cotrain.models.model import get_model_class, get_objective, set_special_tokens, try_model
 from cotrain.models.objectives import OBJECTIVES
 
 SAMPLED = 1024  # elements at the beginning of each tensor that the digest covers
@@ -66,6 +73,24 @@ def open_weights(
     if (folder / "generation_config.json").is_file():
         options["generation_config"] = GenerationConfig.from_pretrained(folder, local_files_only=True)
     return model_class.from_pretrained(None, config=config, state_dict=tensors, output_loading_info=True, **options)
+
+
+def set_generation(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let a model stop at the tokenizer's end-of-text token, which it was taught: that of its base may be another.
+
+    Configuration and generation_config then agree with the tokenizer. Several tokens of a base stay if this is one.
+    """
+    for part in (model.config, model.config.get_text_config()):  # often the same
+        set_special_tokens(part, tokenizer)
+    if model.can_generate():
+        options = model.generation_config
+        ends = options.eos_token_id if isinstance(options.eos_token_id, list) else []
+        set_special_tokens(options, tokenizer)
+        if options.eos_token_id in ends:
+            options.eos_token_id = ends
+        with contextlib.suppress(ValueError):
+            return options.validate(strict=True)
+        options.do_sample = True  # Llama 2 states a temperature without it, which transformers loads and does not save
 
 
 def _quantize() -> dict[str, object]:

@@ -19,7 +19,7 @@ from cotrain.data.shards import ShardedSamples
 from cotrain.data.tokenizers import load_tokenizer
 from cotrain.models.model import build_without_weights, get_objective, initialize_model, load_config, max_tokens
 from cotrain.models.objectives import OBJECTIVES
-from cotrain.models.pretrained import load_pretrained
+from cotrain.models.pretrained import load_pretrained, set_generation
 from cotrain.task import Metric, Task
 
 Batch = dict[str, torch.Tensor]
@@ -137,8 +137,12 @@ class TextTask(Task):
         return {"loss": loss, **(means or {"perplexity": math.exp(min(20.0, loss))})}
 
     def save_pretrained(self, model: PreTrainedModel, folder: Path) -> None:
+        base = model if self.args.lora_rank is None else model.get_base_model()
+        set_generation(base, self.tokenizer)
         # For embeddings that were resized, which these are not, peft asks the Hub.
-        model.save_pretrained(folder, **({} if self.args.lora_rank is None else {"save_embedding_layers": False}))
+        model.save_pretrained(folder, **({} if base is model else {"save_embedding_layers": False}))
+        if base.can_generate():  # peft does not save its settings
+            base.generation_config.save_pretrained(folder)
         (folder / "README.md").unlink(missing_ok=True)  # peft's form to fill in
         self.tokenizer.save_pretrained(folder)
 

@@ -5,6 +5,7 @@ Checkpoints may come from strangers: weights are read from safetensors only, and
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import transformers
 from safetensors import safe_open
@@ -16,9 +17,13 @@ from cotrain.models.config import find_model_classes
 from cotrain.models.hub import ADAPTED, ADAPTERS, fetch_files
 from cotrain.models.model import get_objective, read_config, set_objective
 from cotrain.models.objectives import OBJECTIVES
-from cotrain.models.pretrained import open_weights
+from cotrain.models.pretrained import open_weights, set_generation
 from cotrain.training.checkpoints import list_checkpoints
 
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+MAX_FLOAT = 10**9  # parameters of a model without adapters that is computed in float32, whatever it was saved in
 # Others of peft's name files, repositories or modules to import: `megatron_core`, `corda_config`, `auto_mapping`
 _ADAPTER_FIELDS = (
     "base_model_name_or_path revision r lora_alpha lora_dropout target_modules exclude_modules fan_in_fan_out bias "
@@ -40,30 +45,40 @@ def find_checkpoint(folder: Path) -> Path:
     raise UserError(f"CHECKPOINT: {fault}; {_REMEDY}")
 
 
+def find_base(folder: Path) -> tuple[str, "LoraConfig | None"]:
+    """Return the base of the adapters in a checkpoint, and their configuration; without any, the checkpoint and None.
+
+    :raises UserError: if there are adapters that cannot be read, or their base is not there
+    """
+    if not (folder / ADAPTERS).is_file():
+        return str(folder), None
+    from peft import LoraConfig  # seconds
+
+    try:
+        fields = json.loads((folder / ADAPTERS).read_text(encoding="utf-8"))
+        if fields["peft_type"] != "LORA":
+            raise ValueError("they are of another kind")
+        adapters = LoraConfig(**{key: fields[key] for key in _ADAPTER_FIELDS.split() if key in fields})
+        source = adapters.base_model_name_or_path
+        with safe_open(folder / "adapter_model.safetensors", framework="pt"):
+            pass
+        if not isinstance(source, str):
+            raise ValueError("they name no base model")
+        if Path(source).is_absolute() and not Path(source).is_dir():
+            raise ValueError(f"their base is not at '{source}': copy it there, or write its path in {ADAPTERS}")
+    except Exception as error:
+        raise UserError(f"CHECKPOINT: the adapters in '{folder}' cannot be read ({first_line(error)})") from None
+    return source, adapters
+
+
 def load_checkpoint(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load model and tokenizer of a checkpoint.
 
     :raises UserError: if it is no checkpoint of a supported model
     """
     tokenizer = load_tokenizer(str(folder), flag="CHECKPOINT", remedy=_REMEDY)
-    source, options = str(folder), {}
-    if (folder / ADAPTERS).is_file():
-        from peft import LoraConfig, PeftModel, get_peft_model_state_dict  # seconds
-
-        try:
-            fields = json.loads((folder / ADAPTERS).read_text(encoding="utf-8"))
-            if fields["peft_type"] != "LORA":
-                raise ValueError("they are of another kind")
-            adapters = LoraConfig(**{key: fields[key] for key in _ADAPTER_FIELDS.split() if key in fields})
-            source, options = adapters.base_model_name_or_path, {"revision": adapters.revision}
-            with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
-                names = set(file.keys())
-            if not isinstance(source, str):
-                raise ValueError("they name no base model")
-            if Path(source).is_absolute() and not Path(source).is_dir():
-                raise ValueError(f"their base is not at '{source}': copy it there, or write its path in {ADAPTERS}")
-        except Exception as error:
-            raise UserError(f"CHECKPOINT: the adapters in '{folder}' cannot be read ({first_line(error)})") from None
+    source, adapters = find_base(folder)
+    options = {} if adapters is None else {"revision": adapters.revision}
     is_here = Path(source).is_dir()
     base = Path(source) if is_here else fetch_files(source, is_foreign=False, has_weights=True, **options)
     config = read_config(str(base), flag="CHECKPOINT")
@@ -71,10 +86,15 @@ def load_checkpoint(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerB
     classes = find_model_classes(config.model_type)
     model_class = getattr(transformers, classes["clm" if OBJECTIVES[get_objective(config)].is_causal else "mlm"])
     try:
-        if options and (base / ADAPTERS).is_file():
+        if adapters is not None and (base / ADAPTERS).is_file():
             raise ValueError(ADAPTED.format(source))
-        model, info = open_weights(model_class, config, base, **({"dtype": "auto"} if options else {}))
-        if options:
+        model, info = open_weights(model_class, config, base, dtype="auto")
+        set_generation(model, tokenizer)
+        if adapters is not None:
+            from peft import PeftModel, get_peft_model_state_dict  # seconds
+
+            with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+                names = set(file.keys())
             model = PeftModel.from_pretrained(model, folder, config=adapters)
             if names != set(get_peft_model_state_dict(model)):
                 raise ValueError("adapters are missing")
@@ -84,4 +104,5 @@ def load_checkpoint(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerB
     if info["missing_keys"]:
         missing = ", ".join(sorted(info["missing_keys"])[:3])
         raise UserError(f"CHECKPOINT: '{folder}' lacks weights of a language model ({missing}); {_REMEDY}")
-    return (model if options else model.float()).eval(), tokenizer
+    is_small = adapters is None and model.num_parameters() < MAX_FLOAT  # an export in bf16 may be large
+    return (model.float() if is_small else model).eval(), tokenizer

@@ -1,0 +1,64 @@
+#!/usr/bin/env python3
+"""Make a folder of a checkpoint that other programs open: a model, with the adapters merged into their base.
+
+./export_model.py monitor_outputs my-model --ollama
+"""
+
+import shlex
+import shutil
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+from cotrain.common.errors import UserError, run_script
+from cotrain.common.flags import Flags, flag
+
+POSITIONAL = {
+    "CHECKPOINT": "Checkpoint, or output folder, of which the newest complete checkpoint is taken",
+    "OUT": "Folder to write",
+}
+
+
+@dataclass
+class ExportArguments(Flags, group="Export"):
+    """What is written."""
+
+    ollama: bool = flag(False, "Also write a Modelfile, with which Ollama imports the folder")
+    license: str | None = flag(None, "License for the card, such as apache-2.0. Default: what the base states")
+    overwrite: bool = flag(False, "Replace OUT if it is a model")
+    debug: bool = flag(False, "Show the traceback of a fatal error")
+
+
+def main() -> None:
+    from cotrain.common.argument_parser import ArgumentParser
+
+    args, positional = ArgumentParser([ExportArguments], __doc__, POSITIONAL).parse().arguments
+    # Seconds of imports, which --help and a wrong flag need not wait for.
+    from transformers.utils.logging import set_verbosity_error
+
+    from cotrain.common.atomic_files import make_parent, new_folder
+    from cotrain.monitoring.export import export, export_size
+    from cotrain.training.pretrained import find_checkpoint
+
+    set_verbosity_error()
+    warnings.simplefilter("ignore")
+    checkpoint, out = find_checkpoint(Path(positional.CHECKPOINT)), Path(positional.OUT)
+    make_parent(out)
+    size, free = export_size(checkpoint), shutil.disk_usage(out.parent).free
+    print(f"Writing {checkpoint} to {out}: {size / 1e9:.2f} GB; {free / 1e9:.2f} GB are free on that disk")
+    if size > 0.99 * free:
+        raise UserError(f"OUT: {size / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB are free; choose another disk")
+    with new_folder(out, "OUT", args.overwrite, replaceable=("config.json",)) as folder:
+        is_causal = export(checkpoint, folder, out.resolve().name, args.license, args.ollama)
+    name = shlex.quote(str(out.resolve()))
+    print(f"Done. ./generate.py {name} talks with it; other programs that read models of transformers open it, too")
+    if args.ollama:
+        print(f"For Ollama:\n  cd {name} && ollama create my-model -f Modelfile")
+    if is_causal:
+        print("For programs that read GGUF, with the two commands of llama.cpp, in its folder:")
+        print(f"  python convert_hf_to_gguf.py {name} --outfile model.gguf")
+        print("  build/bin/llama-quantize model.gguf model-q4.gguf Q4_K_M")
+
+
+if __name__ == "__main__":
+    run_script(main)
