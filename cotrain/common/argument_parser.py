@@ -155,7 +155,8 @@ class ArgumentParser(HfArgumentParser):
         """Make a parser that returns one instance of each dataclass.
 
         :param description: the script's docstring, which --help shows
-        :param positional: name -> help text of the arguments without a flag. They are returned last, as a namespace
+        :param positional: name -> help text of the arguments without a flag, [NAME] if it may be missing. They are
+            returned last, as a namespace
         """
         names = positional or {}
         super().__init__(
@@ -167,7 +168,7 @@ class ArgumentParser(HfArgumentParser):
         )
         self.source = ""  # of the values that an error message is about
         for name, text in names.items():
-            self.add_argument(name, help=text)
+            self.add_argument(name.strip("[]"), help=text, nargs="?" if name.startswith("[") else None)
 
     @staticmethod
     def _parse_dataclass_field(parser, field):

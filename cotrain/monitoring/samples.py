@@ -1,6 +1,6 @@
 """Completion of texts by a model: the most likely words for each mask, the continuation, or the answer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from hivemind.utils import get_logger
@@ -11,6 +11,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    TextStreamer,
     pipeline,
 )
 
@@ -33,10 +34,10 @@ def is_causal(config: PretrainedConfig) -> bool:
     return OBJECTIVES[get_objective(config)].is_causal
 
 
-def encode_prompt(text: str, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> list[int]:
-    """Return the token ids of a text; for a model of conversations, of the message of a user."""
+def encode_prompt(text: str | list, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> list[int]:
+    """Return the token ids of a text; for a model of conversations, of the message of a user, or of messages."""
     if OBJECTIVES[get_objective(config, tokenizer)].has_answers:
-        messages = [{"role": "user", "content": text}]
+        messages = text if isinstance(text, list) else [{"role": "user", "content": text}]
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
     return tokenizer(text, verbose=False)["input_ids"]  # without a warning about the length, which is checked
 
@@ -73,7 +74,9 @@ def open_completer(task: Task, model: torch.nn.Module, texts: Sequence[str]) -> 
     return build_pipeline(model, task.tokenizer)
 
 
-def build_pipeline(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Pipeline:
+def build_pipeline(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, device: torch.device | str = "cpu"
+) -> Pipeline:
     """Build transformers' pipeline that completes texts. It sees later changes of the model's parameters."""
     if hasattr(model, "peft_config"):
         model = model.get_base_model()  # with its adapters: the pipeline does not know peft's class
@@ -81,7 +84,7 @@ def build_pipeline(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
         pretrained, model = model, AlbertForMaskedLM(model.config)
         model.albert, model.predictions = pretrained.albert, pretrained.predictions
     task = "text-generation" if is_causal(model.config) else "fill-mask"
-    return pipeline(task, model.eval(), tokenizer=tokenizer, device="cpu")
+    return pipeline(task, model.eval(), tokenizer=tokenizer, device=device)
 
 
 def fill_masks(completer: Pipeline, text: str, number: int = 5) -> list[list[tuple[str, float]]]:
@@ -95,14 +98,41 @@ def fill_masks(completer: Pipeline, text: str, number: int = 5) -> list[list[tup
     return [[(_quote(filling, tokenizer), filling["score"]) for filling in mask] for mask in masks]
 
 
-def continue_text(completer: Pipeline, text: str, max_new_tokens: int = MAX_NEW_TOKENS) -> str:
-    """Return the text that follows by greedy decoding, or the answer; in lines without control characters."""
+class _Writer(TextStreamer):
+    """Writes a text as it is generated, without control characters and white space around it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], object]):
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.write, self.written, self.text = write, "", ""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.text += text
+        shown = "".join(c for c in self.text.strip() if c.isprintable() or c in "\n\t")
+        self.write(shown[len(self.written) :])
+        self.written = shown
+
+
+def continue_text(
+    completer: Pipeline,
+    text: str | list[dict],
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    write: Callable[[str], object] = str,
+    **options: object,
+) -> str:
+    """Return the text that follows, or the answer, by greedy decoding; without control characters.
+
+    :param text: for a model of conversations, also messages
+    :param write: is called with each part as it is generated
+    :param options: of `generate` in transformers
+    """
     tokenizer, model = completer.tokenizer, completer.model
-    ids = torch.tensor([encode_prompt(text, tokenizer, model.config)])
-    options = {"max_new_tokens": max_new_tokens, "do_sample": False, "eos_token_id": tokenizer.eos_token_id}
-    (output,) = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)
-    new = tokenizer.decode(output[ids.shape[1] :], skip_special_tokens=True)
-    return "\n".join(map(one_line, new.strip().splitlines()))
+    ids = torch.tensor([encode_prompt(text, tokenizer, model.config)], device=model.device)
+    options = {"do_sample": False, "eos_token_id": tokenizer.eos_token_id, "max_new_tokens": max_new_tokens, **options}
+    writer = _Writer(tokenizer, write)
+    (output,) = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, streamer=writer, **options)
+    writer.text = ""  # decoded at once: a streamer cannot decode half of a character
+    writer.on_finalized_text(tokenizer.decode(output[ids.shape[1] :], skip_special_tokens=True))
+    return writer.written
 
 
 def complete(completer: Pipeline, text: str) -> str:

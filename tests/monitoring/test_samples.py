@@ -1,11 +1,13 @@
 """Completion of texts by a model, in the monitor and by generate.py."""
 
+import io
 import json
 import logging
 import re
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -15,9 +17,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoConfig, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import generate
+from cotrain.arguments import DatasetArguments
 from cotrain.common.errors import UserError, run_script
 from cotrain.data.conversations import set_end_of_turn
+from cotrain.models.model import load_config
 from cotrain.monitoring.samples import build_pipeline, check_text, complete, fill_masks, report_samples
+from cotrain.tasks.task_loading import build_initial_model
+from cotrain.tasks.text import TextTask
+from cotrain.training.pretrained import load_checkpoint
 from tests.support.conversations import make_chat_tokenizer
 from tests.support.models import build_model
 from tests.support.peers import TINY_CONFIGS
@@ -250,3 +257,137 @@ def test_checkpoint_that_cannot_be_used_is_one_line(show, checkpoint, name, chan
     assert "; " in err and "trust_remote_code" not in err
     assert str(checkpoint) not in err.partition("; ")[2]
     assert not (checkpoint / "trace").exists(), "code of the checkpoint was run"
+
+
+# generate.py as a conversation
+
+
+@pytest.fixture
+def chat_checkpoint(tmp_path) -> Path:
+    """Return a model of conversations, with adapters of which the base is another model."""
+    tokenizer = make_chat_tokenizer("chatml")
+    set_end_of_turn(tokenizer)
+    tokenizer.init_kwargs["objective"] = "chat"
+    config = AutoConfig.for_model(**{**TINY_CONFIGS["gpt2"], "n_positions": 128}, vocab_size=len(tokenizer))
+    build_model(config, "run").save_pretrained(tmp_path / "base")
+    args = DatasetArguments(model_name_or_path=str(tmp_path / "base"), lora_rank=4)
+    task = TextTask(args, tokenizer, load_config(args, tokenizer), has_weights=True)
+    task.save_pretrained(build_initial_model(task, "run"), tmp_path / "checkpoint-1")
+    return tmp_path / "checkpoint-1"
+
+
+@pytest.fixture
+def answers(monkeypatch) -> list[str]:
+    """Replace the generation: the model answers with the number of the prompt, its base with BASE. Return prompts."""
+    prompts = []
+
+    def generate(model, ids: torch.Tensor, **options) -> torch.Tensor:
+        tokenizer = options["streamer"].tokenizer
+        prompts.append(tokenizer.decode(ids[0]))
+        is_base = any(getattr(module, "disable_adapters", False) is True for module in model.modules())
+        answer = "" if "nothing" in prompts[-1] else "BASE" if is_base else f"  answer {len(prompts)}\n\x1b[1m"
+        new = tokenizer(f"{answer}<|im_end|>", return_tensors="pt")["input_ids"]
+        for token in (ids, *new[0]):
+            options["streamer"].put(token.reshape(1, -1))
+        options["streamer"].end()
+        return torch.cat([ids, new], dim=1)
+
+    monkeypatch.setattr(GPT2LMHeadModel, "generate", generate)
+    return prompts
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """Let a user type lines; an exception among them is raised."""
+
+    def terminal(*lines: object) -> None:
+        waiting = iter(lines)
+
+        def read(_prompt: str) -> str:
+            line = next(waiting, EOFError())
+            if isinstance(line, BaseException):
+                raise line
+            return line
+
+        monkeypatch.setattr("builtins.input", read)
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+
+    return terminal
+
+
+def turn(role: str, text: str) -> str:
+    return f"<|im_start|>{role}\n{text}<|im_end|>\n"
+
+
+def test_conversation_has_several_turns(show, chat_checkpoint, answers, terminal):
+    terminal("Hello", "", "And nothing?")
+    code, out, err = show(chat_checkpoint, "--system", "Be kind")
+    assert (code, err) == (0, "")
+    assert out.splitlines() == ["answer 1", "[1m", "(an empty answer)", ""]
+    first = turn("system", "Be kind") + turn("user", "Hello")
+    assert answers[0] == f"{first}<|im_start|>assistant\n"
+    assert answers[1].startswith(first + turn("assistant", "answer 1\n[1m") + turn("user", "And nothing?"))
+
+
+def test_answer_is_shown_while_it_is_generated(chat_checkpoint, monkeypatch):
+    """Standard output is buffered by lines."""
+    shown, parts = io.BytesIO(), []
+
+    def speak(_model, ids: torch.Tensor, **options) -> torch.Tensor:
+        new = options["streamer"].tokenizer("One two three", return_tensors="pt")["input_ids"]
+        for token in (ids, *new[0]):
+            options["streamer"].put(token.reshape(1, -1))
+            parts.append(shown.getvalue().decode())
+        return torch.cat([ids, new], dim=1)
+
+    monkeypatch.setattr(GPT2LMHeadModel, "generate", speak)
+    talk = generate.Talk(*load_checkpoint(chat_checkpoint), generate.GenerateArguments(use_cpu=True))
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="utf-8", line_buffering=True))
+    talk.reply("Hello")
+    assert list(dict.fromkeys(parts)) == ["", "One", "One two"] and shown.getvalue() == b"One two three\n"
+
+
+def test_long_conversation_forgets_its_beginning(show, chat_checkpoint, answers, terminal):
+    terminal("a" * 40, "b" * 40, "c")
+    code, _, err = show(chat_checkpoint, "--use_cpu")
+    assert code == 0 and "forgets the first messages" in err
+    assert "aaa" not in answers[1] and "bbb" in answers[1] + answers[2]
+
+
+def test_wrong_line_does_not_end_a_conversation(show, chat_checkpoint, answers, terminal):
+    terminal("a" * 500, "Hello")
+    code, out, err = show(chat_checkpoint)
+    assert (code, err) == (0, "") and out.startswith("error: TEXT: the sentence has ") and "answer 1" in out
+
+
+def test_comparison_shows_base_and_model_side_by_side(show, chat_checkpoint, answers, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    code, out, _ = show(chat_checkpoint, "Hello", "--compare")
+    assert code == 0 and [line.split(" | ") for line in out.splitlines()[:2]] == [
+        [f"{'BASE':<28}", "TUNED"], [f"{'BASE':<28}", "answer 2"]
+    ]  # fmt: skip
+    assert "(an empty answer)" in show(chat_checkpoint, "nothing", "--compare")[1]
+
+
+def test_comparison_needs_a_base(show, checkpoint, tmp_path, tokenizer):
+    make_model("gpt2").save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    code, _, err = show(tmp_path, "the", "--compare")
+    assert code == 1 and "--compare: this model has no adapters" in err and err.count("\n") == 1
+
+
+def test_piped_text_is_one_text(show, chat_checkpoint, answers, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("One\nquestion\n"))
+    assert show(chat_checkpoint)[:2] == (0, "answer 1\n[1m\n")
+    assert turn("user", "One\nquestion") in answers[0]
+
+
+def test_seed_repeats_what_temperature_chooses(show, chat_checkpoint):
+    def answer(*flags: object) -> str:
+        code, out, err = show(chat_checkpoint, "Hello", "--max_new_tokens", 12, *flags)
+        assert (code, err) == (0, ""), "warnings of libraries"
+        return out
+
+    sampled = [answer("--temperature", 1.5, "--seed", seed) for seed in (1, 1, 2)]
+    assert sampled[0] == sampled[1] != sampled[2]
+    assert answer() == answer() and answer("--temperature", 1.5, "--top_p", 1e-6) == answer()
