@@ -6,7 +6,8 @@ reachable.
 
     ./run_evaluator.py --initial_peers /ip4/203.0.113.1/tcp/31337/p2p/XXXX
 
-The results go to the log, to evaluations.jsonl and, with --report_to, to a dashboard.
+The results go to the log, to evaluations.jsonl and, with --report_to, to a dashboard. The model with the lowest
+validation loss is kept in a folder `best`.
 """
 
 from contextlib import ExitStack
@@ -23,7 +24,7 @@ from cotrain.common.signals import StopSignal
 class EvaluatorArguments(ReportingArguments, group="Evaluation"):
     """What the evaluator computes, and when."""
 
-    output_dir: str = flag("evaluator_outputs", "Folder for evaluations.jsonl and the identity")
+    output_dir: str = flag("evaluator_outputs", "Folder for evaluations.jsonl, the best model and the identity")
     evaluation_interval: float = flag(300.0, "Evaluate every this many seconds, if there is a new global step")
     evaluation_steps: int | None = flag(
         None, "Evaluate every this many global steps instead of every --evaluation_interval seconds"
@@ -34,8 +35,9 @@ class EvaluatorArguments(ReportingArguments, group="Evaluation"):
     refresh_period: float = flag(10, "Seconds between two reads of the trainers' metrics")
     load_state_timeout: float = flag(600.0, "Give up on downloading the state from trainers after this many seconds")
     max_global_steps: int | None = flag(
-        None, "Exit once this global step or a later one is evaluated. Default: run until stopped"
+        None, "Exit once this global step or a later one is evaluated. Default: the last one of the schedule"
     )
+    patience: int = flag(3, "Warn if the validation loss has not fallen for this many evaluations")
     disable_tqdm: bool = flag(False, "Show no progress bar")
 
 
@@ -64,8 +66,7 @@ def main() -> None:
         logger = get_logger(__name__)
         if not peer_args.initial_peers:
             raise UserError("--initial_peers is missing: pass the address of a peer of the run")
-        has_weights = dataset_args.lora_rank is not None  # other weights than those of adapters are downloaded
-        task = load_task(dataset_args, has_weights=has_weights, disable_tqdm=args.disable_tqdm)
+        task = load_task(dataset_args, has_weights=True, disable_tqdm=args.disable_tqdm)
         evaluator = Evaluator(task, stop.is_set, args)
         model = build_initial_model(task, peer_args.run_id)
         output_dir, run_id = Path(args.output_dir), peer_args.run_id
@@ -78,7 +79,11 @@ def main() -> None:
         observer = open_observer(model, peer, run_id, hyperparameter_args, args.load_state_timeout)
         reporter = Reporters(output_dir, run_id, args.report_to, wandb_project=args.wandb_project)
         stack.callback(reporter.close)
-        loop = EvaluationLoop(peer, run_id, stack.enter_context(observer), model, evaluator, reporter, args)
+        averager = stack.enter_context(observer)
+        last_step = hyperparameter_args.last_step
+        loop = EvaluationLoop(peer, run_id, averager, model, evaluator, reporter, args, last_step=last_step)
+        if dataset_args.from_pretrained:
+            loop.evaluate_base()
         while not (stop.is_set() or loop.is_done):
             loop.refresh()
             peer.dht.check_invitation()

@@ -1,11 +1,13 @@
 """Evaluation of a task's metrics on the validation split, with the same samples and random numbers each time."""
 
 import copy
+import math
 import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,13 +15,17 @@ from accelerate.utils import send_to_device
 from hivemind.utils import get_logger
 from tqdm import tqdm
 
+from cotrain.common.atomic_files import new_folder
 from cotrain.common.backoff import Backoff
+from cotrain.common.errors import first_line
+from cotrain.common.json_file import JsonFile, write_json
 from cotrain.dht.metrics_schema import MAX_NUMBER
 from cotrain.models.model import find_device
 from cotrain.monitoring.aggregation import FRESH_SECONDS, MAX_SPREAD
 from cotrain.monitoring.reporters import Reporters
 from cotrain.task import Task
 from cotrain.tasks.task_loading import load_samples
+from cotrain.training.checkpoints import write_model
 from peerstep import records as dht_records
 from peerstep.clock import run_time
 from peerstep.progress_record import read_progress
@@ -28,6 +34,8 @@ from peerstep.swarm import Swarm
 
 logger = get_logger(__name__)
 
+BEST_FOLDER = "best"  # in the output folder: the model with the lowest validation loss
+_EVALUATION = "evaluation.json"  # in that folder
 MAX_DOWNLOAD_PAUSE = 60.0  # seconds between two attempts to download a state
 
 
@@ -74,14 +82,27 @@ class EvaluationLoop:
     evaluator: Evaluator
     reporter: Reporters
     args: Any  # EvaluatorArguments of run_evaluator.py
-    evaluated_step: int = 0  # the initial weights are not evaluated
+    evaluated_step: int = 0
+    last_step: int | None = None  # of the schedule, if the run ends there
 
     def __post_init__(self):
         self._next_time = float("-inf")
         self._donor = ""  # the peer ID of the newest donor
         self.averager.must_agree = True
-        self._last_step = self.args.max_global_steps or float("inf")
+        self._last_step = min(self.args.max_global_steps or math.inf, self.last_step or math.inf)
         self._backoff = Backoff(first=self.args.refresh_period, longest=MAX_DOWNLOAD_PAUSE)
+        self._heard_at = time.monotonic()  # when a trainer was heard last
+        self._base: dict[str, float] | None = None  # metrics by the names of their curves
+        self._best = BestModel(Path(self.args.output_dir, BEST_FOLDER), self.args.patience)
+
+    def evaluate_base(self) -> None:
+        """Evaluate the initial weights, unless an earlier evaluator of this folder did."""
+        started = time.monotonic()
+        if self.reporter.base_evaluation() is None:
+            if (metrics := self.evaluator.evaluate(self.model, 0)) is None:
+                return
+            self.reporter.report_evaluation(0, metrics, f"\t({time.monotonic() - started:.1f} s)")
+        self._base = self.reporter.base_evaluation()
 
     def refresh(self) -> None:
         """Read the trainers' progress, and evaluate if an evaluation is due."""
@@ -89,7 +110,7 @@ class EvaluationLoop:
             self._evaluate()
 
     def _find_step(self) -> int:
-        """Return the step of the slower half of the trainers that are heard, 0 without trainers.
+        """Return the step of the slower half of the trainers that are heard, 0 without any; see `_find_saved_steps`.
 
         One false claim does not change it: those far behind the evaluated step, such as 0, do not count. If all are
         behind it, the run has gone back.
@@ -98,13 +119,23 @@ class EvaluationLoop:
         proven = [peer for peer in records if str(peer) == self._donor]
         trainers, now = list(read_progress(records, proven).values()), run_time()
         heard = [progress for progress in trainers if now - progress.reported_at <= FRESH_SECONDS] or trainers
-        epochs = [progress.epoch for progress in heard]
+        if heard:
+            self._heard_at = time.monotonic()
+        epochs = [progress.epoch for progress in heard] or self._find_saved_steps()
         newest = max(epochs, default=0)
         if 0 < newest < self.evaluated_step:
             self.evaluated_step = newest - 1
         earliest = max(1, self.evaluated_step - MAX_SPREAD)
         steps = [epoch for epoch in epochs if epoch >= earliest]
         return statistics.median_low(steps) if steps else 0
+
+    def _find_saved_steps(self) -> list[int]:
+        """Return the later steps that monitors offer, if no trainer has been heard for some time."""
+        if time.monotonic() < self._heard_at + 3 * self.args.refresh_period:
+            return []
+        statuses = dht_records.get_records(self.peer.dht, f"{self.run_id}_monitor").values()
+        steps = (status.value["checkpoint_step"] for status in statuses)
+        return [step for step in steps if step > self.evaluated_step]
 
     @property
     def is_done(self) -> bool:
@@ -133,4 +164,38 @@ class EvaluationLoop:
             return
         self.evaluated_step = step
         self._next_time = started + self.args.evaluation_interval
-        self.reporter.report_evaluation(step, metrics, f"\t({time.monotonic() - started:.1f} s, from {donor})")
+        remark = f"\t({time.monotonic() - started:.1f} s, from {donor})"
+        self.reporter.report_evaluation(step, metrics, remark, self._base)
+        self._best.update(step, metrics.get("loss"), self.evaluator.task, self.model)
+
+
+class BestModel:
+    """Keeps the model with the lowest validation loss in a folder.
+
+    :param patience: evaluations without a lower loss, after which a warning is logged
+    """
+
+    def __init__(self, folder: Path, patience: int):
+        self.folder, self.patience = folder, patience
+        self._best = JsonFile(folder / _EVALUATION).load(
+            lambda content: (int(content["step"]), float(content["loss"]))
+        )
+        self._num_worse = 0  # evaluations since then
+
+    def update(self, step: int, loss: float | None, task: Task, model: torch.nn.Module) -> None:
+        """Keep the model of a step if its validation loss is the lowest so far; log an error if that fails."""
+        if loss is None:
+            return
+        if self._best is not None and loss >= self._best[1]:
+            self._num_worse += 1
+            if self._num_worse % self.patience == 0:
+                what = f"has not fallen for {self._num_worse} evaluations: it was lowest at step #{self._best[0]}"
+                logger.warning(f"The validation loss {what}, {self._best[1]:.5f}; that model is in '{self.folder}'")
+            return
+        self._best, self._num_worse = (step, loss), 0
+        try:
+            with new_folder(self.folder, "--output_dir", overwrite=True, replaceable=(_EVALUATION,)) as temporary:
+                write_model(temporary, task, model)
+                write_json(temporary / _EVALUATION, {"step": step, "loss": loss})
+        except Exception as error:  # on a full disk, torch and safetensors raise errors of their own
+            logger.error(f"Could not keep the best model so far in '{self.folder}': {first_line(error)}")

@@ -40,6 +40,10 @@ class Reporters:
         """Return the newest step in metrics.jsonl, -1 if there is none."""
         return next((record["step"] for record in reversed(read_records(self.metrics_file.path))), -1)
 
+    def base_evaluation(self) -> dict | None:
+        """Return the evaluation of the base, which is step 0 in evaluations.jsonl; None if there is none."""
+        return next((x for x in read_records(self.evaluations_file.path) if x["step"] == 0), None)
+
     def report(self, report: StepReport, extra: dict | None = None) -> None:
         """:param extra: more values of this step by name"""
         record = to_record(report) | (extra or {})
@@ -47,11 +51,14 @@ class Reporters:
         self.metrics_file.write(record | more)
         self._log({name: value for name, value in record.items() if value is not None and name != "step"}, report.step)
 
-    def report_evaluation(self, step: int, metrics: dict[str, float], remark: str = "") -> None:
-        """:param remark: added to the line in the log"""
+    def report_evaluation(
+        self, step: int, metrics: dict[str, float], remark: str = "", base: dict[str, float] | None = None
+    ) -> None:
+        """:param remark: added to the line in the log; :param base: `base_evaluation`, which is shown beside"""
         values = {curve_name(name): value for name, value in metrics.items()}
-        described = "\t".join(f"{name} = {value:.5f}" for name, value in values.items())
-        logger.info(f"Step #{step}\t{described}{remark}")
+        beside = {name: f" (base {value:.5f})" for name, value in (base or {}).items()}
+        described = "\t".join(f"{name} = {value:.5f}{beside.get(name, '')}" for name, value in values.items())
+        logger.info(f"{f'Step #{step}' if step else 'Base'}\t{described}{remark}")
         self.evaluations_file.write({"step": step, **values, "time": round(time.time(), 3)})
         self._log(values, step)
 

@@ -1,5 +1,6 @@
 """The evaluator: correct values, and when they are due. Real ones run in tests/scripts, beside rounds of trainers."""
 
+import json
 import math
 import time
 from collections.abc import Callable
@@ -8,9 +9,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig
 
+from cotrain.monitoring import evaluation
 from cotrain.monitoring.evaluation import EvaluationLoop, Evaluator
+from cotrain.monitoring.reporters import Reporters
 from cotrain.task import Task
 from cotrain.tasks.text import measure
 from peerstep import records as dht_records
@@ -19,7 +23,7 @@ from run_evaluator import EvaluatorArguments
 from tests.support.dht_records import heartbeat
 from tests.support.fakes import make_batch, make_text_task
 from tests.support.models import build_model
-from tests.support.peers import TINY_CONFIGS
+from tests.support.peers import TINY_CONFIGS, read_jsonl
 
 
 @pytest.mark.parametrize("is_broken", [False, True])
@@ -110,8 +114,98 @@ def test_when_an_evaluation_is_due(evaluated, epochs, options, is_due, monkeypat
     }
     monkeypatch.setattr(dht_records, "get_records", lambda _dht, key: {"run_training_progress": records}[key])
     args = EvaluatorArguments(**options)
-    loop = EvaluationLoop(SimpleNamespace(dht=None), "run", None, None, None, None, args)
+    loop = EvaluationLoop(SimpleNamespace(dht=None), "run", Mock(), None, None, None, args)
     loop._evaluate, loop.evaluated_step = Mock(), evaluated
     loop._next_time = time.monotonic() + options.get("evaluation_interval", 0.0)
     loop.refresh()
     assert loop._evaluate.called == is_due
+
+
+@pytest.fixture
+def evaluate(tmp_path, caplog):
+    """Return a function that evaluates a base and steps with some losses, as one evaluator of the folder does."""
+    caplog.set_level("INFO")
+
+    def evaluate(losses: dict[int, float], base: float | None = None, **options) -> EvaluationLoop:
+        class OneValue(Task):
+            def load_samples(self, split: str) -> list:
+                return [0]
+
+            def evaluate(self, model, batch) -> dict:
+                return {"loss": model.bias.item()}
+
+        model, task = torch.nn.Linear(1, 1), OneValue()
+        args = EvaluatorArguments(use_cpu=True, output_dir=str(tmp_path), disable_tqdm=True, **options)
+        averager = SimpleNamespace(local_epoch=0, download_state=lambda min_step: ("donor", min_step, []))
+
+        def restore(_metadata, _tensors) -> None:
+            averager.local_epoch = next(iter(losses))
+            torch.nn.init.constant_(model.bias, losses.pop(averager.local_epoch))
+
+        averager.restore, reporter = restore, Reporters(tmp_path, "run")
+        loop = EvaluationLoop(None, "run", averager, model, Evaluator(task, bool, args), reporter, args, last_step=9)
+        if base is not None:
+            torch.nn.init.constant_(model.bias, base)
+            loop.evaluate_base()
+        while losses:
+            loop._evaluate()
+        return loop
+
+    return evaluate
+
+
+def test_base_is_evaluated_once_and_shown_beside_each_step(evaluate, tmp_path, caplog):
+    evaluate({2: 2.0}, base=3.0)
+    evaluate({4: 1.5}, base=7.0)  # a restart: the weights are those of the base no more
+    losses = {record["step"]: record["validation loss"] for record in read_jsonl(tmp_path / "evaluations.jsonl")}
+    assert losses == {0: 3.0, 2: 2.0, 4: 1.5}
+    for line in ("Base\tvalidation loss = 3.00000\t(", "Step #2\tvalidation loss = 2.00000 (base 3.00000)\t(",
+                 "Step #4\tvalidation loss = 1.50000 (base 3.00000)\t("):  # fmt: skip
+        assert caplog.text.count(line) == 1
+
+
+def test_best_model_stays_in_a_folder(evaluate, tmp_path, caplog):
+    """Also if the evaluator starts again, or a loss is no number."""
+    evaluate({1: 3.0, 2: 2.5})
+    evaluate({3: 2.75, 4: math.nan, 5: 2.5})
+    best = tmp_path / "best"
+    assert json.loads((best / "evaluation.json").read_text(encoding="utf-8")) == {"step": 2, "loss": 2.5}
+    assert load_file(best / "model.safetensors")["bias"].item() == 2.5
+    assert caplog.text.count("has not fallen for 3 evaluations: it was lowest at step #2, 2.50000") == 1
+    evaluate({6: 2.25})
+    assert load_file(best / "model.safetensors")["bias"].item() == 2.25
+
+
+def test_patience_is_a_flag(evaluate, caplog):
+    evaluate({1: 1.0, 2: 1.1, 3: 1.2}, patience=2)
+    assert "has not fallen for 2 evaluations" in caplog.text
+
+
+def test_full_disk_does_not_end_the_evaluator(evaluate, tmp_path, caplog):
+    (tmp_path / "best").write_text("in the way", encoding="utf-8")
+    evaluate({1: 1.0})
+    assert "Could not keep the best model so far" in caplog.text
+
+
+def test_evaluator_ends_with_the_schedule(evaluate):
+    assert not evaluate({8: 1.0}).is_done and evaluate({9: 1.0}).is_done
+    assert evaluate({5: 1.0}, max_global_steps=5).is_done
+
+
+def test_state_of_the_monitor_is_evaluated_if_no_trainer_is_left(monkeypatch):
+    """Newcomers ran an evaluator on a finished run, and it said nothing for ever."""
+    statuses = {
+        b"m": SimpleNamespace(value={"checkpoint_step": 7}),
+        b"n": SimpleNamespace(value={"checkpoint_step": -1}),
+    }
+    records = {"run_training_progress": {}, "run_monitor": statuses}
+    monkeypatch.setattr(dht_records, "get_records", lambda _dht, key: records[key])
+    clock = SimpleNamespace(monotonic=lambda: clock.now, now=100.0)
+    monkeypatch.setattr(evaluation, "time", clock)
+    loop = EvaluationLoop(SimpleNamespace(dht=None), "run", Mock(), None, None, None, EvaluatorArguments())
+    loop._evaluate = Mock()
+    loop.refresh()
+    assert not loop._evaluate.called, "trainers may be about to join"
+    clock.now += 1000.0
+    loop.refresh()
+    assert loop._evaluate.called
