@@ -88,6 +88,9 @@ class TokenizationArguments(Flags, group="Tokenization"):
         DEFAULT_OBJECTIVE,
         "Training objective of the data: " + ", ".join(f"{key} ({x.description})" for key, x in OBJECTIVES.items()),
     )
+    chat_template: str | None = flag(
+        None, "With --objective chat: file with a chat template (Jinja) to use instead of that of --tokenizer"
+    )
     allow_lost_text: bool = flag(False, "Allow a tokenizer that loses more than a hundredth of the text")
     language: str = flag("en", "Language of the text, as an ISO 639 code; it determines where sentences end")
     max_seq_length: int = flag(512, "Maximum number of tokens per sample, including special tokens", at_least=8)
@@ -126,6 +129,8 @@ class TokenizationArguments(Flags, group="Tokenization"):
         is_file = self.train_file is None or Path(self.train_file).exists()
         is_file = is_file or any(map(os.path.isfile, glob.glob(self.train_file, recursive=True)))
         require(is_file, f"--train_file: there is no file '{self.train_file}'")
+        is_template = self.chat_template is None or (self.objective == "chat" and Path(self.chat_template).is_file())
+        require(is_template, f"--chat_template needs --objective chat and a file: '{self.chat_template}'")
         names = dict(line.split(" ", 1) for line in LANGUAGES.read_text(encoding="utf-8").splitlines())
         near = get_close_matches(self.language.title(), names.values()) or ["English", "Thai"]
         known = ", ".join(f"{code} ({name})" for code, name in names.items() if name in near)
@@ -265,7 +270,8 @@ def prepare(args: TokenizationArguments) -> Manifest:
 
 def build_tokenizer(args: TokenizationArguments, corpus: dict[str, Corpus], folder: Path | None) -> None:
     """Train or load the tokenizer, check its special tokens, and save it in a folder unless it is there."""
-    from cotrain.data.conversations import set_end_of_turn
+    from cotrain.data.conversations import drop_reasoning, report_begin, set_end_of_turn
+    from cotrain.data.preparation import GROUP_CHARS
     from cotrain.data.tokenizer_training import TRAINING_CHARS, train_tokenizer
     from cotrain.data.tokenizers import check_special_tokens, load_tokenizer
 
@@ -278,7 +284,12 @@ def build_tokenizer(args: TokenizationArguments, corpus: dict[str, Corpus], fold
         remedy = "pass another tokenizer, go online, or pass --train_tokenizer to train one"
         tokenizer = load_tokenizer(args.tokenizer, "--tokenizer", remedy, use_hub=True, cache_dir=args.cache_dir)
     if args.objective == "chat":
+        if args.chat_template is not None:
+            tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
         set_end_of_turn(tokenizer)
+        groups = (group.read() for part in corpus["train"] for group in part.divide(GROUP_CHARS))
+        drop_reasoning(tokenizer, itertools.chain.from_iterable(groups))
+        report_begin(tokenizer)
     check_special_tokens(tokenizer, args.objective)
     if folder is not None:
         tokenizer.init_kwargs["objective"] = args.objective  # for monitors, which have no data; see set_objective

@@ -2,17 +2,23 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from cotrain.common.errors import UserError, first_line
 from cotrain.data.chat_shapes import ChatReader
+from cotrain.data.chat_template import ChatText, find_reasoning
 from cotrain.data.corpus import Conversation
+from cotrain.data.encoding import leading_ids
 
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # a template that marks what the model writes
+# A default, which a caller may change
+NO_REASONING = "{%- set enable_thinking = enable_thinking | default(false) -%}"
+_REASONING = re.compile(r'"(?:reasoning_content|thinking|reasoning)": "[^"]|</think')
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
@@ -47,69 +53,99 @@ def read_conversations(name: str, rows: Iterable, reader: ChatReader | None = No
 def set_end_of_turn(tokenizer: PreTrainedTokenizerBase) -> None:
     """Make the token that ends an answer in the chat template the end-of-text token: generation stops there.
 
+    A template that leaves out reasoning, or ends no answer, is replaced by TRL's for training, if TRL has one for it.
+
     :raises UserError: if there is no template, or no such token
     """
     messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "ANSWER"}]
     try:
         tokenizer.chat_template = tokenizer.get_chat_template()  # of several the default
-        after = tokenizer.apply_chat_template(messages, tokenize=False).rpartition("ANSWER")[2].lstrip()
-        ends = [token for token in tokenizer.get_added_vocab() if after.startswith(token)]
+        for replace in (take_training_template, None):
+            after = tokenizer.apply_chat_template(messages, tokenize=False).rpartition("ANSWER")[2].lstrip()
+            ends = [token for token in tokenizer.get_added_vocab() if after.startswith(token)]
+            if replace is None or (ends and "</think>" not in tokenizer.chat_template) or not replace(tokenizer):
+                break
         tokenizer.eos_token = max(ends, key=len)
     except Exception as error:
         fault = f"no chat template that ends an answer with a special token ({first_line(error):.114})"
         raise UserError(f"--tokenizer has {fault}: pass that of a model for conversations, an instruct one") from None
 
 
-def encode_conversation(document: str, tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, np.ndarray]:
+def take_training_template(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Replace the chat template by what TRL made of it for training, and say so. Return whether there is one.
+
+    TRL's files are read without importing it, which takes seconds.
+    """
+    package = find_spec("trl")
+    folders = package.submodule_search_locations if package else ()
+    for path in [path for folder in folders or () for path in sorted(Path(folder).glob("chat_templates/*.jinja"))]:
+        training = path.with_stem(f"{path.stem}_training")
+        if path.read_text(encoding="utf-8").rstrip() == tokenizer.chat_template.rstrip() and training.exists():
+            tokenizer.chat_template = training.read_text(encoding="utf-8")
+            print(f"Chat template: TRL's {training.name}, as that of --tokenizer does not write all that is learnt")
+            return True
+    return False
+
+
+def encode_conversation(
+    document: str, tokenizer: PreTrainedTokenizerBase, dropped: Counter[str] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the token ids of a document of `read_conversations`, and a mask: 1 in the answers after its prompt.
 
     The end-of-text token after an answer belongs to it, and nothing after that.
 
+    :param dropped: counts the answers whose "reasoning" the template leaves out. They are learnt if it always does
     :raises UserError: if the template does not take the messages, or does not show which tokens are answers
     """
     place, messages, num_given, tools = json.loads(document)
-    encode = partial(tokenizer.apply_chat_template, tools=tools, return_dict=True)
+    dropped = Counter() if dropped is None else dropped
     try:
-        find_answers = _read_marks if _GENERATION.search(tokenizer.chat_template) else _compare_prefixes
-        ids, answers = find_answers(encode, messages, num_given)
+        chat = ChatText(tokenizer, messages, tools)
+        mask, limit = np.zeros(len(chat.ids), dtype=np.int8), len(chat.text)
+        for number in range(len(messages) - 1, max(1, num_given) - 1, -1):
+            if messages[number]["role"] != "assistant" or not messages[number].get("weight", 1):
+                continue
+            reasoning = find_reasoning(chat.messages[number])
+            if reasoning not in chat.text:
+                dropped["reasoning"] += 1
+                if reasoning in chat.render(chat.messages[: number + 1]):
+                    continue  # of the last answer it is written: without it, the answer is not what is asked for
+            start, position = chat.find_start(number)
+            stop = chat.find_stop(number, start, limit)
+            inside = [begin for begin, end in chat.marks if end > position and begin < limit]
+            if inside or not chat.marks:
+                mask[max(start, chat.index(min(inside, default=0))) : stop] = 1
+            limit = position
     except Exception as error:
         remedy = "correct or remove the row, or pass a --tokenizer with another chat template"
         raise UserError(f"{place}: the chat template does not take it ({first_line(error):.200}); {remedy}") from None
-    mask = np.zeros(len(ids), dtype=np.int8)
-    for start, stop in answers:
-        # transformers marks only the first token of a last character, which may be four, and not what follows it.
-        ends = np.flatnonzero(ids[start : stop + 4] == tokenizer.eos_token_id)
-        mask[start : start + ends[0] + 1 if len(ends) else stop] = 1
-    return ids, mask
+    return chat.ids, mask
 
 
-def _read_marks(encode: Callable, messages: list[dict], num_given: int) -> tuple[np.ndarray, list[tuple[int, int]]]:
-    """Return the token ids of messages, and where each answer begins and ends, as the template marks them."""
-    batch = encode(messages, return_assistant_tokens_mask=True)
-    edges = np.diff([0, *batch["assistant_masks"], 0])
-    num_read = len(encode(messages[:num_given])["input_ids"]) if num_given else 0
-    answers = list(zip(np.flatnonzero(edges == 1), np.flatnonzero(edges == -1), strict=True))
-    weights = [message.get("weight", 1) for message in messages if message["role"] == "assistant"]
-    if 0 in weights:
-        if len(answers) != len(weights):
-            raise ValueError(f"it marks {len(answers)} of {len(weights)} answers, of which some have weight 0")
-        answers = [answer for answer, weight in zip(answers, weights, strict=True) if weight]
-    return np.array(batch["input_ids"], dtype=np.int32), [answer for answer in answers if answer[0] >= num_read]
+def drop_reasoning(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str]) -> None:
+    """Let the chat template ask for no reasoning, if it can ask for some and no document has any."""
+    if "</think>" in tokenizer.chat_template and not any(map(_REASONING.search, documents)):
+        tokenizer.chat_template = NO_REASONING + tokenizer.chat_template
+        print("No answer has reasoning: the chat template that is saved asks for none, unless enable_thinking is true")
 
 
-def _compare_prefixes(
-    encode: Callable, messages: list[dict], num_given: int
-) -> tuple[np.ndarray, list[tuple[int, int]]]:
-    """Do the same by comparison with shorter conversations. A special token in a message is encoded as plain text."""
-    encode = partial(encode, sanitize_control_tokens=True)
-    ids, answers = np.array(encode(messages)["input_ids"], dtype=np.int32), []
-    for number in range(max(1, num_given), len(messages)):
-        if messages[number]["role"] == "assistant" and messages[number].get("weight", 1):
-            prompt = encode(messages[:number], add_generation_prompt=True)["input_ids"]
-            turn = encode(messages[: number + 1])["input_ids"]
-            # The last token of the prompt may be one with the first of the answer, as newlines are. It is not learnt.
-            if not np.array_equal(prompt[:-1], ids[: len(prompt) - 1]):
-                raise ValueError(f"it changes what is before message {number + 1}, and has no {{% generation %}}")
-            # Templates may leave out the reasoning of all answers but the last: then an answer ends with its turn.
-            answers.append((len(prompt), len(turn) if np.array_equal(turn, ids[: len(turn)]) else len(ids)))
-    return ids, answers
+def report_begin(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Print if conversations begin in another way than the tokenizer begins other texts."""
+    leading, is_written = leading_ids(tokenizer), "bos_token" in tokenizer.chat_template
+    chat = ChatText(tokenizer, [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}])
+    if chat.ids[: len(leading)].tolist() != leading:
+        begin = tokenizer.decode(leading)
+        print(f"Conversations are learnt and asked without {begin}: the chat template does not write it")
+    elif not leading and is_written and chat.ids[0] == tokenizer.bos_token_id:
+        print(f"Conversations begin with {tokenizer.bos_token}, which the tokenizer puts before no other text")
+
+
+def encode_question(messages: list[dict], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the token ids that a model answers: those before the answer in a conversation that it has learnt from."""
+    has_reasoning = "</think>" in tokenizer.chat_template and not tokenizer.chat_template.startswith(NO_REASONING)
+    answer = {"role": "assistant", "content": "<think>\nR\n</think>\n\nA" if has_reasoning else "A"}
+    chat = ChatText(tokenizer, [*messages, answer])
+    try:
+        return chat.ids[: chat.find_start(len(messages))[0]].tolist()
+    except ValueError:  # a template of which nothing can be learnt
+        return chat.encode(chat.render(chat.messages[:-1], add_generation_prompt=True))

@@ -16,6 +16,13 @@ _BYTE_TOKENIZERS = {"GPT2Tokenizer", "RobertaTokenizer"}
 _WORD = re.compile(" ?[^ ]+")
 
 
+def leading_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the id of the token such as <s> that the tokenizer puts before a text: in clm, before each document."""
+    begin = tokenizer.bos_token_id
+    is_put = begin is not None and begin != tokenizer.cls_token_id and tokenizer("a")["input_ids"][0] == begin
+    return [begin] if is_put else []
+
+
 class TextEncoder:
     """Encodes text to the tokenizer's own ids, without special tokens around it.
 

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import sentencex
 
-from cotrain.data.encoding import TextEncoder
+from cotrain.data.encoding import TextEncoder, leading_ids
 from cotrain.models.objectives import DEFAULT_OBJECTIVE, OBJECTIVES
 
 # Token ids need 16 to 18 bits; masks and labels fit into a byte.
@@ -56,6 +56,7 @@ class PackingStats:
     truncated_documents: int = 0  # conversations whose last answer does not end within a sample
     dropped_documents: int = 0  # documents without a sample: fewer than two tokens, or no answer
     dropped_tokens: int = 0
+    dropped_reasoning: int = 0  # answers whose reasoning the chat template leaves out
     # Of conversations, not in the manifest:
     faults: list[str] = field(default_factory=list)  # of those that the chat template does not take
     long: list[int] = field(default_factory=list)  # tokens to the last answer of each that is too long
@@ -64,8 +65,9 @@ class PackingStats:
         return PackingStats(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
 
     def counts(self) -> dict[str, int]:
-        """Return the numbers for the manifest."""
-        return {name: value for name, value in asdict(self).items() if isinstance(value, int)}
+        """Return the numbers for the manifest: that of dropped reasoning only if there is some."""
+        numbers = {name: value for name, value in asdict(self).items() if isinstance(value, int)}
+        return {name: value for name, value in numbers.items() if value or name != "dropped_reasoning"}
 
 
 def split_sentences(document: str, language: str = "en") -> list[str]:
@@ -216,6 +218,8 @@ def build_samples(documents: list, encoder: TextEncoder, config: PackingConfig) 
         texts = [split_sentences(x, config.language) if objective.has_sentence_order else [x] for x in documents]
         ids = iter(encoder.encode(list(itertools.chain.from_iterable(texts))))
         encoded = [list(itertools.islice(ids, len(text))) for text in texts]
+    is_text = objective.is_causal and not objective.has_answers
+    leading = leading_ids(encoder.tokenizer) if is_text else []
     sizes = [sum(map(len, text)) for text in encoded]
     dropped = sum(size <= objective.has_sentence_order for size in sizes)  # a pair has two tokens
     if objective.has_answers:
@@ -226,11 +230,11 @@ def build_samples(documents: list, encoder: TextEncoder, config: PackingConfig) 
         pairs = (pack_pairs(text, capacity, cls_id, sep_id, config.seed) for text in encoded)
         samples = list(itertools.chain.from_iterable(pairs))
     elif objective.is_causal:
-        samples = list(pack_contiguous(itertools.chain.from_iterable(encoded), capacity, eos_id))
+        texts = (np.array([*leading, *ids], dtype=np.int32) if leading else ids for (ids,) in encoded if len(ids))
+        samples = list(pack_contiguous(texts, capacity, eos_id))
     else:
         samples = list(pack_full_sequences(itertools.chain.from_iterable(encoded), capacity, cls_id, sep_id))
     kept = sum(int(np.count_nonzero(sample["special_tokens_mask"] == 0)) for sample in samples)
-    is_ended = objective.is_causal and not objective.has_answers  # each text by a token
     stats = PackingStats(
         documents=len(documents),
         sentences=sum(map(len, encoded)) if objective.has_sentence_order else 0,
@@ -239,7 +243,7 @@ def build_samples(documents: list, encoder: TextEncoder, config: PackingConfig) 
         unknown_tokens=sum(int(np.count_nonzero(x["input_ids"] == encoder.unknown_id)) for x in samples),
         truncated_documents=len(long) if objective.has_answers else 0,
         dropped_documents=dropped,
-        dropped_tokens=sum(size + is_ended for size in sizes if size) - kept,
+        dropped_tokens=sum(size + len(leading) + is_text for size in sizes if size) - kept,
         long=long if objective.has_answers else [],
     )
     return pa.table({name: [sample[name] for sample in samples] for name in schema.names}, schema=schema), stats

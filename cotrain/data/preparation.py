@@ -3,10 +3,11 @@
 import contextlib
 import gc
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -169,18 +170,18 @@ def _tokenize_conversations(
     texts: list[str], encoder: TextEncoder, config: PackingConfig
 ) -> tuple[pa.Table, PackingStats]:
     """Do the same for conversations, without those that the chat template does not take."""
-    conversations, faults = [], []
+    conversations, faults, dropped = [], [], Counter()
     for text in texts:
         try:
-            ids, learnt = encode_conversation(text, encoder.tokenizer)
+            ids, learnt = encode_conversation(text, encoder.tokenizer, dropped)
             if not learnt.any():
                 raise UserError(f"{json.loads(text)[0]}: the chat template shows no answer to learn")
             conversations.append((ids, learnt))
         except UserError as error:
             faults.append(str(error).partition(";")[0])
     samples, stats = build_samples(conversations, encoder, config)
-    refused = PackingStats(documents=len(faults), dropped_documents=len(faults), faults=faults)
-    return samples, stats + refused
+    counts = {"documents": len(faults), "dropped_documents": len(faults), "dropped_reasoning": dropped["reasoning"]}
+    return samples, stats + PackingStats(**counts, faults=faults)
 
 
 @lru_cache(maxsize=1)
@@ -201,6 +202,9 @@ def summarize(manifest: Manifest) -> str:
         counts = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in numbers.items())
         fill = numbers["tokens"] / (manifest.max_seq_length * numbers["instances"])
         lines.append(f"{split}: {counts}; mean fill {fill:.1%}")
+        if "dropped_reasoning" in numbers:
+            remedy = "of these, answers that it writes with reasoning at the end of a conversation are not learnt"
+            lines.append(f"Warning: the chat template leaves out reasoning; {remedy}. --chat_template names another")
         if split == "train" and fill < 0.8 and manifest.objective != "chat":
             remedy = "If blank lines or rows separate paragraphs rather than documents, see --row_is"
             lines.append(f"Warning: most documents are short. {remedy}")

@@ -16,6 +16,8 @@ from transformers import (
 )
 
 from cotrain.common.errors import UserError, describe
+from cotrain.data.conversations import encode_question
+from cotrain.data.encoding import TextEncoder, leading_ids
 from cotrain.models.model import get_objective, max_tokens
 from cotrain.models.objectives import OBJECTIVES
 from cotrain.monitoring.contributors import one_line
@@ -35,10 +37,12 @@ def is_causal(config: PretrainedConfig) -> bool:
 
 
 def encode_prompt(text: str | list, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> list[int]:
-    """Return the token ids of a text; for a model of conversations, of the message of a user, or of messages."""
+    """Return the token ids of a text as prepared data has it; for conversations, of a user's message, or of messages."""
     if OBJECTIVES[get_objective(config, tokenizer)].has_answers:
         messages = text if isinstance(text, list) else [{"role": "user", "content": text}]
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        return encode_question(messages, tokenizer)
+    if is_causal(config):
+        return [*leading_ids(tokenizer), *TextEncoder(tokenizer).encode([text])[0].tolist()]
     return tokenizer(text, verbose=False)["input_ids"]  # without a warning about the length, which is checked
 
 

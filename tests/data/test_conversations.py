@@ -82,7 +82,7 @@ def test_answers_are_learnt_in_both_styles(style, name):
         # The prompt ends in a newline, the answer begins with two: the first two are a token, which is not learnt.
         ("chatml", chat("Hi", "\n\nHo"), ["\nHo<|im_end|>"]),
         ("alternating", chat("Hi", "Ho", "a", "b"), [" Ho<|endoftext|>", " b<|endoftext|>"]),
-        ("reasoning", chat("1", "one", "2", "two"), ["one<|im_end|>", "<think></think>two<|im_end|>"]),
+        ("reasoning", chat("1", "one", "2", "two"), ["one<|im_end|>", "two<|im_end|>"]),
     ],
 )
 def test_what_is_learnt_in_one_style(style, row, learnt):
@@ -124,7 +124,7 @@ def test_tokenizer_that_is_not_for_conversations_is_refused(style, reason):
     ("style", "row", "reason"),
     [
         ("alternating", chat("Be kind.", "q", "a", roles=("system", "user", "assistant")), "roles must alternate"),
-        ("changing", chat("q", "a"), "it changes what is before message 2, and has no {% generation %}"),
+        ("changing", chat("q", "a"), "it changes what is before message 2: that is not what the model is asked with"),
     ],
 )
 def test_template_that_does_not_take_a_row_names_it(style, row, reason):
