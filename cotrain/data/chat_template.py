@@ -1,6 +1,8 @@
 """A conversation as the chat template of a tokenizer writes it: text, token ids, where answers begin and end."""
 
 import re
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -24,22 +26,31 @@ def find_reasoning(message: dict) -> str:
 
 
 @lru_cache(maxsize=2)
-def _control_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[re.Pattern, re.Pattern, list[int]]:
-    """Return what finds tokens that are text in other messages, and in answers; and the ids of special tokens.
+def _control_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[re.Pattern, re.Pattern, re.Pattern]:
+    """Return what finds the special tokens, those that are text in an answer, and those that are text elsewhere.
 
     An answer writes the tokens around its reasoning and its calls of tools itself.
     """
-    added = tokenizer.added_tokens_decoder
-    special = [x.content for x in added.values() if x.special]
-    others = [x.content for x in added.values() if x.content in template and x.content.strip() and not x.special]
-    lists = special + others, [x for x in special if not _REASONING_TOKEN.fullmatch(x)]
+    added = tokenizer.added_tokens_decoder.values()
+    special = [x.content for x in added if x.special]
+    others = [x.content for x in added if x.content in template and x.content.strip() and not x.special]
+    lists = special, [x for x in special if not _REASONING_TOKEN.fullmatch(x)], special + others
     find = (re.compile("|".join(map(re.escape, sorted(x, key=len, reverse=True))) or "(?!)") for x in lists)
-    return *find, [number for number, token in added.items() if token.special]
+    return tuple(find)
 
 
-@lru_cache(maxsize=256)
 def _encode_plain(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    """Return the ids of a text, as the tokenizer does. Its own call takes 1.8 times as long, for its bookkeeping."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = False
+    return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+
+_encode_again = lru_cache(maxsize=256)(_encode_plain)  # headers of answers
 
 
 @lru_cache(maxsize=2)
@@ -47,8 +58,8 @@ def _earlier_end(tokenizer: PreTrainedTokenizerBase, template: str) -> int | Non
     """Return the id of the special token after an answer that is not the last one. Of gpt-oss it is another token."""
     pair = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "ANSWER"}]
     text = tokenizer.apply_chat_template(pair * 2, tokenize=False, chat_template=template)
-    after = _encode_plain(tokenizer, text.split("ANSWER")[1])
-    return next((number for number in after if number in _control_tokens(tokenizer, template)[2]), None)
+    token = _control_tokens(tokenizer, template)[0].search(text.split("ANSWER")[1])
+    return token and tokenizer.convert_tokens_to_ids(token[0])
 
 
 class ChatText:
@@ -62,47 +73,51 @@ class ChatText:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, messages: list[dict], tools: list[dict] | None = None):
         self.tokenizer, self.template = tokenizer, tokenizer.get_chat_template(tools=tools)
-        others, answers, special = _control_tokens(tokenizer, self.template)
-        roles = [message.get("role") for message in messages]
-        self.messages = [
-            mark_control_tokens(message, answers if role == "assistant" else others)
-            for role, message in zip(roles, messages, strict=True)
-        ]
-        self.tools = mark_control_tokens(tools, others)
-        self.is_marked = (self.messages, self.tools) != (messages, tools)
-        self.marks: list[tuple[int, int]] = []  # where a template with `{% generation %}` says that the model writes
-        if GENERATION.search(self.template):
-            options = {**tokenizer.special_tokens_map, "return_assistant_tokens_mask": True}
-            given = [{key: value for key, value in x.items() if value is not None} for x in self.messages]
-            (self.text,), (self.marks,) = render_jinja_template([given], self.tools, None, self.template, **options)
-        else:
-            self.text = self.render(self.messages)
-        if self.is_marked and _MARKS.sub("", self.text) != tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False
-        ):
-            raise ValueError("a special token in the text of a message changes what the template writes")
-        options = {"sanitize_control_tokens": True} if self.is_marked else {}
-        batch = tokenizer(self.text, add_special_tokens=False, verbose=False, **options)
-        self.ids = np.array(batch["input_ids"], dtype=np.int32)
-        # The first character of each token, if the tokenizer tells
-        encoding = None if self.is_marked or not batch.encodings else batch.encodings[0]
-        self._starts = None if encoding is None else np.array([start for start, _ in encoding.offsets], dtype=np.int64)
-        self._special = np.flatnonzero(np.isin(self.ids, special))
+        special, answers, others = _control_tokens(tokenizer, self.template)
+        given = [{key: value for key, value in x.items() if value is not None} for x in messages]
+        self.messages = [mark_control_tokens(x, answers if x.get("role") == "assistant" else others) for x in given]
+        self.tools, self._names = mark_control_tokens(tools, others), tokenizer.special_tokens_map
+        self.is_marked = (self.messages, self.tools) != (given, tools)
+        has_marks = GENERATION.search(self.template) is not None
+        (self.text,), marks = self._render(self.messages, return_assistant_tokens_mask=has_marks)
+        # Characters from and to which a template with `{% generation %}` says that the model writes
+        self.marks: list[tuple[int, int]] = marks[0] if has_marks else []
+        if self.is_marked:
+            plain = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+            if _MARKS.sub("", self.text) != plain:
+                raise ValueError("a special token in the text of a message changes what the template writes")
+        ids = self.encode(self.text, _encode_plain)
+        # Special tokens divide the text: the ids after one do not depend on what is before it
+        found = [] if self.is_marked else [(x.start(), x[0]) for x in special.finditer(self.text)]
+        numbers = tokenizer.convert_tokens_to_ids([text for _, text in found])
+        known = set(numbers)
+        self.indices = [index for index, number in enumerate(ids) if number in known]  # tokens
+        self.places = [place for place, _ in found]  # characters
+        if [ids[index] for index in self.indices] != numbers:
+            self.places = []
+        self.ids = np.array(ids, dtype=np.int32)
+
+    def _render(self, messages: list[dict], **options) -> tuple[list[str], list]:
+        return render_jinja_template([messages], self.tools, None, self.template, **options, **self._names)
 
     def render(self, messages: list[dict], **options) -> str:
-        return self.tokenizer.apply_chat_template(messages, tools=self.tools, tokenize=False, **options)
+        return self._render(messages, **options)[0][0]
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, encode: Callable = _encode_again) -> list[int]:
         if not self.is_marked:
-            return _encode_plain(self.tokenizer, text)
+            return encode(self.tokenizer, text)
         options = {"add_special_tokens": False, "verbose": False, "sanitize_control_tokens": True}
         return self.tokenizer(text, **options)["input_ids"]
 
+    def _last_special(self, position: int) -> tuple[int, int]:
+        """Return the last special token before a character, as token and character; (0, 0) if there is none."""
+        count = bisect_left(self.places, position)
+        return (self.indices[count - 1], self.places[count - 1]) if count else (0, 0)
+
     def index(self, position: int) -> int:
-        """Return the number of the first token that begins at a character or after it."""
-        if self._starts is None:
-            return len(self.encode(self.text[:position]))
-        return int(np.searchsorted(self._starts, position))
+        """Return the number of tokens before a character."""
+        token, place = self._last_special(position)
+        return token + len(self.encode(self.text[place:position]))
 
     def find_start(self, number: int) -> tuple[int, int]:
         """Return where answer `number` begins, as a token and as a character: after what the model is asked with.
@@ -121,7 +136,7 @@ class ChatText:
                     return start, len(prompt)
         raise ValueError(f"it changes what is before message {number + 1}: that is not what the model is asked with")
 
-    def _prompts(self, number: int):
+    def _prompts(self, number: int) -> Iterator[str]:
         """Yield what the model may be asked with for answer `number`: without reasoning, if the answer has none."""
         has_reasoning = find_reasoning(self.messages[number]) != ""
         switches = ({"enable_thinking": has_reasoning}, {}, {"enable_thinking": True})
@@ -136,12 +151,8 @@ class ChatText:
         The last one may be joined or divided in another way if it is white space, and so are those in its place. They
         are not learnt.
         """
-        begins = {0}
-        if self._starts is not None:  # tokens after a special one do not depend on those before it
-            count = np.searchsorted(self._special, self.index(len(prompt)))
-            begins.add(int(self._special[count - 1]) if count else 0)
-        for begin in sorted(begins, reverse=True):
-            tail = self.encode(prompt[self._starts[begin] if begin else 0 :])
+        for begin, place in dict.fromkeys((self._last_special(len(prompt)), (0, 0))):
+            tail = self.encode(prompt[place:])
             stop = begin + len(tail)
             if self.ids[begin:stop].tolist() == tail:
                 return stop

@@ -124,8 +124,15 @@ def encode_conversation(
 
 def drop_reasoning(tokenizer: PreTrainedTokenizerBase, documents: Iterable[str]) -> None:
     """Let the chat template ask for no reasoning, if it can ask for some and no document has any."""
-    if "</think>" in tokenizer.chat_template and not any(map(_REASONING.search, documents)):
-        tokenizer.chat_template = NO_REASONING + tokenizer.chat_template
+    template = tokenizer.chat_template
+    if "</think>" in template and not any(map(_REASONING.search, documents)):
+        tokenizer.chat_template = NO_REASONING + template
+        turns = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}] * 2
+        try:
+            encode_conversation(json.dumps(["", turns, 0, None]), tokenizer)
+        except UserError:  # it does not write what it asks with then
+            tokenizer.chat_template = template
+            return
         print("No answer has reasoning: the chat template that is saved asks for none, unless enable_thinking is true")
 
 
