@@ -50,7 +50,7 @@ def train(args: TrainerArguments, stop: StopSignal) -> None:
         for batch in loop.batches(work.samples, collate_fn=task.collate, num_workers=num_workers):
             with loop.autocast():
                 loss = task.compute_loss(model, batch)
-            loop.step(loss)
+            loop.step(loss, task.weigh(batch))
 
 
 def main() -> None:

@@ -38,6 +38,13 @@ class Task:
         """Return the mean loss over the samples of a batch, which is on the device of the model."""
         return model(**batch).loss
 
+    def weigh(self, batch: Any) -> float | torch.Tensor:
+        """Return the weight of a micro-batch in a local step: the number of values that its loss is the mean of.
+
+        Without it all micro-batches of a local step weigh the same, as they have equally many samples.
+        """
+        return 1.0
+
     def evaluate(self, model: torch.nn.Module, batch: Any) -> dict[str, Metric]:
         """Return the metrics of a batch of validation samples by name."""
         return {"loss": self.compute_loss(model, batch)}

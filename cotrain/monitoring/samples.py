@@ -37,7 +37,7 @@ def is_causal(config: PretrainedConfig) -> bool:
 
 
 def encode_prompt(text: str | list, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> list[int]:
-    """Return the token ids of a text as prepared data has it; for conversations, of a user's message, or of messages."""
+    """Return the token ids of a text as prepared data has it; for conversations, of a message, or of messages."""
     if OBJECTIVES[get_objective(config, tokenizer)].has_answers:
         messages = text if isinstance(text, list) else [{"role": "user", "content": text}]
         return encode_question(messages, tokenizer)

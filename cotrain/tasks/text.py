@@ -118,6 +118,13 @@ class TextTask(Task):
     def compute_loss(self, model: PreTrainedModel, batch: Batch) -> torch.Tensor:
         return self._run(model, batch).loss
 
+    def weigh(self, batch: Batch) -> float | torch.Tensor:
+        """Count the predicted tokens. With sentence order, which each sample has once, all weigh the same."""
+        if self.objective.has_sentence_order:
+            return super().weigh(batch)
+        labels = batch["labels"][:, 1:] if self.objective.is_causal else batch["labels"]
+        return (labels != -100).sum()
+
     def evaluate(self, model: PreTrainedModel, batch: Batch) -> dict[str, Metric]:
         outputs, labels = self._run(model, batch), batch["labels"]
         if self.objective.is_causal:
@@ -132,7 +139,7 @@ class TextTask(Task):
         return {"loss": loss, "order_loss": order_loss, "mlm_accuracy": accuracy, "sop_accuracy": order_accuracy}
 
     def summarize(self, means: dict[str, float]) -> dict[str, float]:
-        """Add the losses. Trainers report the same loss, except for their weighting of micro-batches."""
+        """Add the losses. Trainers report the same loss."""
         loss = means.pop("loss") + means.pop("order_loss", 0.0)
         return {"loss": loss, **(means or {"perplexity": math.exp(min(20.0, loss))})}
 

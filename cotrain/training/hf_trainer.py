@@ -50,8 +50,11 @@ class TaskLoss(torch.nn.Module):
         self.device_type = next(model.parameters()).device.type
 
     def forward(self, batch: Any) -> torch.Tensor:
+        """Return the loss times its weight, and the weight; [1, 2], of which DataParallel makes [devices, 2]."""
         with torch.autocast(self.device_type, dtype=self.dtype, enabled=self.dtype is not None):
-            return self.task.compute_loss(self.model, batch)
+            loss = self.task.compute_loss(self.model, batch)
+        weight = torch.as_tensor(self.task.weigh(batch), dtype=torch.float32, device=loss.device)
+        return torch.stack([loss.float() * weight, weight])[None]
 
 
 class CollaborativeTrainer(Trainer):
@@ -73,7 +76,7 @@ class CollaborativeTrainer(Trainer):
         no_schedule = MultiplicativeLR(optimizer, lambda step: 1.0)
         optimizers, module = (optimizer, no_schedule), TaskLoss(task, model, dtype)
         super().__init__(module, args, task.collate, samples, optimizers=optimizers, **options)
-        self.sampler, self.loss_meter = sampler, loss_meter
+        self.sampler, self.loss_meter, self.task, self.mean_weight = sampler, loss_meter, task, 1.0
         self.remove_callback(PrinterCallback)  # prints to stdout what CollaborativeCallback logs
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> PeerSampler:
@@ -82,9 +85,16 @@ class CollaborativeTrainer(Trainer):
     def compute_loss(self, model, inputs, return_outputs: bool = False, **kwargs):
         if isinstance(model, torch.nn.DataParallel) and isinstance(inputs, Mapping):
             inputs = {**inputs}  # DataParallel splits a dict, but not a BatchEncoding
-        loss = model(inputs).mean()  # over the devices
+        weighted, weight = model(inputs).view(-1, 2).sum(dim=0)  # over the devices
+        loss = weighted / weight * (self.task.weigh(inputs) / self.mean_weight)
         self.loss_meter.add(loss)
         return loss
+
+    def get_batch_samples(self, *args):
+        """Add up the weights of the micro-batches of a local step: its loss is a mean over all their tokens."""
+        batches, num_items = super().get_batch_samples(*args)
+        self.mean_weight = sum(self.task.weigh(batch) for batch in batches) / max(1, len(batches))
+        return batches, num_items
 
     def _get_grad_norm(self, model, grad_norm: float | None = None) -> float | None:
         """Skip the Trainer's norm, which it computes for the log alone."""

@@ -32,6 +32,7 @@ class TrainingLoop:
     def __init__(self, session: TrainingSession, args: LocalTrainingArguments, device: torch.device):
         self.session, self.model, self.args, self.device = session, session.model, args, device
         self.is_running, self._num_losses, self._dtype = True, 0, autocast_dtype(args)
+        self._weights: list[float | torch.Tensor] = []  # of the micro-batches of this local step
         self._scaler = torch.amp.GradScaler(device.type, enabled=self._dtype == torch.float16)
 
     @property
@@ -63,22 +64,29 @@ class TrainingLoop:
             if not self.is_running:
                 return
 
-    def step(self, loss: torch.Tensor) -> bool:
+    def step(self, loss: torch.Tensor, weight: float | torch.Tensor = 1.0) -> bool:
         """Compute gradients, and after --gradient_accumulation_steps losses take a local step.
 
         :param loss: mean over a micro-batch; a detached one if the caller has called `backward`
+        :param weight: of that mean among those of a local step, such as the number of its tokens
         :returns: `is_running`. If it is False, the next call leaves the block
         """
         if not self.is_running:
             raise _Ended
         session, num_losses = self.session, self.args.gradient_accumulation_steps
-        if loss.requires_grad:
-            self._scaler.scale(loss / num_losses).backward()
+        self._weights.append(weight)
+        if loss.requires_grad:  # relative to the first weight: the sum is not known yet
+            self._scaler.scale(loss * (weight / self._weights[0]) / num_losses).backward()
         session.loss_meter.add(loss)
         self._num_losses += 1
         number, is_incomplete = divmod(self._num_losses, num_losses)
         if is_incomplete:
             return True
+        mean = float(sum(self._weights) / (num_losses * self._weights[0]))
+        self._weights = []
+        for parameter in self.model.parameters() if mean != 1.0 else ():
+            if parameter.grad is not None:
+                parameter.grad.div_(mean)
         # Accumulates the gradients. Once all peers together have target_batch_size samples, the optimizer averages
         # the gradients and takes the global step. It clips this peer's mean gradient to --max_grad_norm then.
         self._scaler.step(session.optimizer)

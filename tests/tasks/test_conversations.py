@@ -10,11 +10,16 @@ from datasets import Dataset
 from cotrain.arguments import ModelArguments
 from cotrain.data.conversations import encode_conversation, read_conversations, set_end_of_turn
 from cotrain.data.packing import SCHEMAS, pack_conversations
+from cotrain.data.sampler import PeerSampler
 from cotrain.models.model import get_objective, initialize_model, load_config
+from cotrain.models.objectives import OBJECTIVES
 from cotrain.monitoring.samples import build_pipeline, check_text, complete, continue_text
+from cotrain.status.loss_meter import LossMeter
 from cotrain.tasks.text import TextTask, keeps_apart, match_answers
+from cotrain.training.loop import TrainingLoop
 from tests.support.conversations import chat, make_chat_tokenizer
 from tests.support.families import FAMILIES, GROUPED, SIZES
+from tests.training.test_hf_trainer import build_trainer
 
 ROWS = [chat(f"What is {a}?", f"{a * a}!", "Sure?", "Yes") for a in range(4)] + [chat("Hi", "Ho"), chat("a", "b")]
 TYPES = {name: family[:2] for name, family in FAMILIES.items() if family[2] == "clm"} | {
@@ -200,3 +205,58 @@ def test_a_question_fits_with_its_template():
     continue_text(build_pipeline(model, task.tokenizer), "x" * length, room)
     with pytest.raises(Exception, match="the sentence has 45 tokens"):
         check_text("x" * (length + 1), task.tokenizer, model.config, "TEXT")
+
+
+# --- weights of micro-batches ----------------------------------------------------------------------------------------
+
+
+def reference_gradient(task: TextTask, model: torch.nn.Module, samples) -> torch.Tensor:
+    """Return the gradient of one process that has all tokens in one batch."""
+    model.zero_grad()
+    task.compute_loss(model, task.collate(list(samples))).backward()
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize("objective", ["chat", "clm", "mlm"])
+def test_local_step_weighs_each_token_whatever_the_micro_batch(objective, tmp_path):
+    """By both loops; of conversations, texts of other lengths, and masked text."""
+    task, samples = build("llama", length=40)
+    rows = [samples[number] for number in (0, 1, 2, 3)]
+    if objective != "chat":
+        task.objective = OBJECTIVES[objective]
+        lengths = (5, 9, 17, 30)
+        rows = [{"input_ids": list(range(n)), "attention_mask": [1] * n} for n in lengths]
+        task.tokenizer.pad_token = "<|endoftext|>"
+        task.is_packed = False
+    if objective == "mlm":
+        task.collate = lambda some: {
+            "input_ids": torch.tensor([(row["input_ids"] + [1] * 30)[:30] for row in some]),
+            "labels": torch.tensor([(row["input_ids"] + [-100] * 30)[:30] for row in some]),
+        }
+        task.compute_loss = lambda model, batch: torch.nn.functional.cross_entropy(
+            model(batch["input_ids"]).logits.flatten(0, 1), batch["labels"].flatten()
+        )
+    model = make_model(task)
+    expected = reference_gradient(task, model, rows)
+    counts = [int(task.weigh(task.collate([row]))) for row in rows]
+    assert len(set(counts)) > 1
+
+    options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+    trainer = build_trainer(
+        tmp_path, PeerSampler(range(4), "peer", 0), model=model, samples=rows, task=task, **options
+    )
+    trainer.train()
+    torch.testing.assert_close(trainer.gradients[0], expected, rtol=1e-5, atol=1e-6)
+
+    model.zero_grad()
+    gradients = []
+    optimizer = SimpleNamespace(zero_grad=lambda: None, step=lambda: gradients.append(
+        torch.cat([parameter.grad.flatten() for parameter in model.parameters()])))  # fmt: skip
+    session = SimpleNamespace(model=model, optimizer=optimizer, loss_meter=LossMeter(), after_local_step=lambda: False)
+    training = SimpleNamespace(gradient_accumulation_steps=4, logging_steps=9, use_cpu=True, fp16=False, bf16=False,
+                               fp32=True, save_steps=9)  # fmt: skip
+    loop = TrainingLoop(session, training, torch.device("cpu"))
+    for row in rows:
+        batch = task.collate([row])
+        loop.step(task.compute_loss(model, batch), task.weigh(batch))
+    torch.testing.assert_close(gradients[0], expected, rtol=1e-5, atol=1e-6)
