@@ -9,6 +9,10 @@ import torch
 
 from peerstep.base import shared_zeros_like
 from peerstep.bounds import MAX_GRADIENT_NORM
+from peerstep.side_stream import SideStream, copy_from_device
+
+# Elements whose norm is computed at once: float64 takes a copy of them. In float32, a norm of 10^8 is wrong by 1 %.
+NORM_PART = 2**18
 
 
 class Accumulator:
@@ -35,6 +39,7 @@ class Accumulator:
         self.contribution, self.max_norm = tuple(contribution), max_norm
         self.num_samples = 0  # since the last round
         self.lock = threading.RLock()  # hold it while the parameters of the model change
+        self.side_stream = SideStream(self.main_parameters[0].device)
 
     def bound(self) -> float:
         """Return the norm to which the average of a round is clipped; 0: no bound."""
@@ -63,14 +68,19 @@ class GradientAccumulator(Accumulator):
     def __init__(self, *tensors: Sequence[torch.Tensor], max_norm: float = 0.0):
         super().__init__(*tensors, max_norm=max_norm)
         self._sums = [shared_zeros_like(parameter) for parameter in self.main_parameters]
+        self._staging: list[torch.Tensor] = []  # copies of the sums, where they come from a stream
+        if self.side_stream.exists:
+            self._staging = [self.side_stream.host_memory_like(total) for total in self._sums]
+        self._num_kept = 0  # samples of the last contribution that count in the next one
 
     @torch.no_grad()
     def add(self, num_samples: int, _step: int = 0) -> int:
         """Accumulate the gradients of the model, means over `num_samples`. Return the samples accumulated so far."""
-        with self.lock:
-            for parameter, total in zip(self.main_parameters, self._sums, strict=True):
-                if parameter.grad is not None:
-                    total.add_(parameter.grad, alpha=num_samples)
+        pairs = zip(self.main_parameters, self._sums, strict=True)
+        used = [(total, parameter.grad) for parameter, total in pairs if parameter.grad is not None]
+        with self.lock, self.side_stream.main():
+            if used:
+                torch._foreach_add_(*map(list, zip(*used, strict=True)), alpha=num_samples)
             self.num_samples += num_samples
             return self.num_samples
 
@@ -81,29 +91,41 @@ class GradientAccumulator(Accumulator):
         :returns: the number of samples in the contribution; 0 if the sum of the finite gradients has overflowed
         """
         with self.lock:
-            num_samples = self.num_samples
-            for total, mean in zip(self._sums, self.contribution, strict=True):
-                mean.copy_(total).mul_(1.0 / max(1, num_samples))
-            self.drop()
+            num_samples, num_kept = self.num_samples, self._num_kept
+            with self.side_stream.beside():
+                copy_from_device(self._sums if self._staging else (), self._staging)
+                if not self._staging:
+                    self._load_means(self._sums, num_samples, num_kept)
+                self._clear()
+        if self._staging:
+            self.side_stream.wait()
+            self._load_means(self._staging, num_samples, num_kept)
         if math.isfinite(clip_norm(self.contribution, MAX_GRADIENT_NORM)):
             return num_samples
         torch._foreach_zero_(self.contribution)
         return 0
 
-    @torch.no_grad()
+    def _load_means(self, sums: Sequence[torch.Tensor], num_samples: int, num_kept: int) -> None:
+        """Load the mean of sums, which are on the CPU, and of what `take_back` has kept."""
+        for mean, total in zip(self.contribution, sums, strict=True):
+            total = total.add_(mean, alpha=num_kept) if num_kept else total
+            torch.mul(total, 1.0 / max(1, num_samples), out=mean)
+
     def take_back(self, num_samples: int) -> None:
-        """Add the loaded contribution, which no round has used, to the sum again."""
+        """Count the loaded contribution, which no round has used, in the next one. It stays where it is until then."""
         with self.lock:
-            for mean, total in zip(self.contribution, self._sums, strict=True):
-                total.add_(mean.to(total.device), alpha=num_samples)
             self.num_samples += num_samples
+            self._num_kept = num_samples
 
     @torch.no_grad()
     def drop(self) -> None:
         """Start a new sum."""
-        with self.lock:
-            self.num_samples = 0
-            torch._foreach_zero_(self._sums)
+        with self.lock, self.side_stream.main():
+            self._clear()
+
+    def _clear(self) -> None:
+        self.num_samples = self._num_kept = 0
+        torch._foreach_zero_(self._sums)
 
     @torch.no_grad()
     def rebase(self) -> None:
@@ -114,7 +136,8 @@ class GradientAccumulator(Accumulator):
 @torch.no_grad()
 def clip_norm(tensors: Sequence[torch.Tensor], max_norm: float) -> float:
     """Scale tensors in place so that their total norm is at most `max_norm` (0: no bound). Return the norm before."""
-    norm = math.hypot(*(float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) for tensor in tensors))
+    parts = (part for tensor in tensors for part in tensor.reshape(-1).split(NORM_PART))
+    norm = math.hypot(*(float(torch.linalg.vector_norm(part, dtype=torch.float64)) for part in parts))
     if max_norm > 0 and math.isfinite(norm) and norm > max_norm:
         for tensor in tensors:
             tensor.mul_(max_norm / (norm + 1e-6))

@@ -5,6 +5,7 @@ peers together have computed the target batch, and each peer is weighted by its 
 """
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,9 +14,9 @@ from functools import partial
 import torch
 
 from peerstep.accumulators import Accumulator, clip_norm
-from peerstep.base import shared_zeros_like
 from peerstep.bounds import MAX_GRADIENT_NORM
 from peerstep.optimizer_state import OptimizerBuilder, SchedulerBuilder, build_with_statistics
+from peerstep.side_stream import copy_from_device
 from peerstep.state import set_schedule
 from peerstep.state_layout import all_finite
 
@@ -91,8 +92,10 @@ class LocalTraining(Accumulator):
         super().__init__(*tensors, max_norm=max_norm)
         self._groups, self._build_inner, self._build_schedule = param_groups, build_inner, build_schedule
         self.max_grad_norm, self.project = max_grad_norm, project
-        self._base = [shared_zeros_like(parameter).copy_(parameter.detach()) for parameter in self.step_parameters]
-        self._loaded = [shared_zeros_like(base) for base in self._base]  # parameters of the model at the last load
+        self._host_lock = threading.RLock()  # of the two below; taken before `lock`
+        host_memory_like = self.side_stream.host_memory_like
+        self._base = [host_memory_like(parameter).copy_(parameter.detach()) for parameter in self.step_parameters]
+        self._loaded = [host_memory_like(base) for base in self._base]  # parameters of the model at the last load
         self._is_loaded = False  # whether a round has the loaded contribution
         self._start_inner()
 
@@ -116,7 +119,7 @@ class LocalTraining(Accumulator):
                 group["lr"] *= (self._num_inner_steps + 1) / INNER_WARMUP_STEPS
         if self.max_grad_norm:
             torch.nn.utils.clip_grad_norm_(self.main_parameters, self.max_grad_norm)
-        with self.lock:  # a round that begins now has all of this step or nothing of it
+        with self.lock, self.side_stream.main():  # a round that begins now has all of this step or nothing of it
             self.inner.step()
             self._num_inner_steps += 1
             self.num_samples += num_samples
@@ -128,19 +131,19 @@ class LocalTraining(Accumulator):
 
         :returns: the number of samples in the contribution; 0 if the parameters of the model are not finite
         """
-        with self.lock:
-            num_samples, self.num_samples = self.num_samples, 0
-            self._is_loaded = True
-            for base, loaded, parameter, difference in zip(
-                self._base, self._loaded, self.main_parameters, self.contribution, strict=True
-            ):
-                loaded.copy_(parameter)
+        with self._host_lock:
+            with self.lock, self.side_stream.beside():
+                num_samples, self.num_samples = self.num_samples, 0
+                self._is_loaded = True
+                copy_from_device(self.main_parameters, self._loaded)
+            self.side_stream.wait()
+            for base, loaded, difference in zip(self._base, self._loaded, self.contribution, strict=True):
                 torch.sub(base, loaded, out=difference)
             if not math.isfinite(clip_norm(self.contribution, MAX_GRADIENT_NORM)):
                 num_samples = 0
                 torch._foreach_copy_(self._loaded, self._base)
                 torch._foreach_zero_(self.contribution)
-            elif self.project is not None:
+            elif self.project is not None:  # 97 ns for a parameter
                 for loaded, difference in zip(self._loaded, self.contribution, strict=True):
                     sent = self.project(difference)
                     loaded.add_(difference - sent)
@@ -155,7 +158,7 @@ class LocalTraining(Accumulator):
 
     @torch.no_grad()
     def confirm(self) -> None:
-        with self.lock:
+        with self._host_lock, self.lock:
             self._is_loaded = False
             self._base, self._loaded = self._loaded, self._base
 
@@ -165,15 +168,15 @@ class LocalTraining(Accumulator):
 
         :param unsent: without those that a running round has, whose members may use them
         """
-        bases = self._loaded if unsent and self._is_loaded else self._base
-        return [
-            parameter - base.to(parameter.device) for parameter, base in zip(self.main_parameters, bases, strict=True)
-        ]
+        with self._host_lock, self.lock:
+            bases = self._loaded if unsent and self._is_loaded else self._base
+            pairs = zip(self.main_parameters, bases, strict=True)
+            return [parameter - base.to(parameter.device) for parameter, base in pairs]
 
     @torch.no_grad()
     def rebase(self, changes: Sequence[torch.Tensor] | None = None) -> None:
         """Set the model to the newest global step plus local updates; default: those that no step has used."""
-        with self.lock:
+        with self._host_lock, self.lock, self.side_stream.main():
             changes = self.local_changes() if changes is None else changes
             for parameter, change, newest, base, loaded in zip(
                 self.main_parameters, changes, self.step_parameters, self._base, self._loaded, strict=True
@@ -185,7 +188,7 @@ class LocalTraining(Accumulator):
 
     def drop(self) -> None:
         """Drop the local updates: set the model to the parameters of the last global step."""
-        with self.lock:
+        with self._host_lock, self.lock:
             self.rebase([torch.zeros_like(parameter) for parameter in self.main_parameters])
             self.num_samples = 0
 
@@ -196,7 +199,7 @@ class LocalTraining(Accumulator):
         Yields what sparse rounds have not taken yet. Otherwise a peer that resumes lacks the local updates of one
         global step at most.
         """
-        with self.lock:  # a step that begins now waits for the local updates
+        with self._host_lock, self.lock:  # a step that begins now waits for the local updates
             changes = self.local_changes()
             unsent = None if self.project is None else self.local_changes(unsent=True)
             self.rebase([torch.zeros_like(change) for change in changes])

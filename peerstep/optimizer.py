@@ -139,6 +139,7 @@ class CollaborativeOptimizer(_Interface):
         self.swarm, self.target_batch_size, self.batch_size_per_step = swarm, target_batch_size, batch_size_per_step
         self.num_dropped_gradients = 0
         self.num_computed = 0  # samples of the local steps, without those whose gradients were dropped
+        self.is_incomplete = False  # whether the gradients of this local step lack a micro-batch: they are dropped
         dht, compression = swarm.dht, COMPRESSIONS[gradient_compression]()
         self.state_averager = TrainingStateAverager(
             dht=dht,
@@ -235,6 +236,8 @@ class CollaborativeOptimizer(_Interface):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.steps.device_error is not None:
+            raise self.steps.device_error
         if self.steps.ident is None:
             self.steps.start()
         self.pace.end_local_step()
@@ -249,7 +252,10 @@ class CollaborativeOptimizer(_Interface):
         return loss
 
     def _accumulate(self, num_samples: int) -> bool:
-        """Accumulate the gradients of the model; False if one has NaN or Inf."""
+        """Accumulate the gradients of the model; False if one has NaN or Inf, or they are incomplete."""
+        if self.is_incomplete:
+            self.is_incomplete = False
+            return False
         if num_samples < 0:
             raise ValueError(f"batch_size must be at least 0, and is {num_samples}")
         if num_samples == 0:
@@ -355,7 +361,10 @@ class CollaborativeOptimizer(_Interface):
     def shutdown(self) -> None:
         self.say_goodbye()
         self.stop_averaging()
-        self.model.apply_update()
+        try:
+            self.model.apply_update()
+        except Exception as error:  # of the device, which has ended training already: that error is to be seen
+            logger.warning(f"The model lacks the newest step: {type(error).__name__}")
         self.state_averager.shutdown()
         self.grad_averager.shutdown()
 

@@ -7,9 +7,11 @@ from multiprocessing import get_context
 import pytest
 import torch
 from hivemind.utils.tensor_descr import _safe_check_pinned
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from peerstep.accumulators import GradientAccumulator
+from peerstep.accumulators import GradientAccumulator, clip_norm
 from tests.peerstep.test_accumulators import train_locally
+from tests.support.fake_device import DeviceTensor, fake_streams, is_free
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -49,3 +51,85 @@ def check_pinned(repeats: int) -> tuple[float, bool]:
     began = time.monotonic()
     results = [_safe_check_pinned(torch.zeros(9)) for _ in range(repeats)]
     return time.monotonic() - began, any(results)
+
+
+@pytest.mark.parametrize("build", [GradientAccumulator, train_locally])
+def test_hand_over_waits_once_and_holds_no_lock_meanwhile(build, monkeypatch):
+    """On a GPU a blocking copy waits for all that the main thread has launched: until the end of its local step."""
+    copies, was_free = [], []
+    with fake_streams(monkeypatch, lambda: was_free.append(is_free(accumulator.lock))) as log:
+        model = [DeviceTensor(torch.full((4,), 1.0), "cuda") for _ in range(50)]
+        contribution = [torch.zeros(4) for _ in model]
+        accumulator = build(model, [torch.full((4,), 1.0) for _ in model], contribution)
+
+        def add(gradient: float) -> None:
+            for parameter in model:
+                parameter.grad = DeviceTensor(torch.full((4,), gradient), "cuda")
+                parameter -= parameter.grad
+            accumulator.add(3)
+
+        add(2.0)
+        monkeypatch.setattr(DeviceTensor, "on_operation", lambda name, blocks: copies.append(blocks))
+        log.clear()
+        assert accumulator.load() == 3
+        assert contribution[7].tolist() == pytest.approx([2.0] * 4, rel=0.02)  # with a local step of 1 % of it
+        assert log == ["side waits for main 1", "side begins", "side ends", "host waits for side"]
+        assert was_free == [True], "a local step that ends now waits for no copy"
+        assert copies and not any(copies), "no copy blocks"
+        log.clear()
+        add(4.0)
+        assert log == ["main waits for side 1"], "the sum changes once it is copied, and the host waits for nothing"
+        accumulator.confirm()
+        assert accumulator.load() == 3
+        assert contribution[7].tolist() == pytest.approx([4.0] * 4, rel=0.02)
+
+
+def test_contribution_that_no_round_has_used_needs_no_device(monkeypatch):
+    """Adding it to the sum on the GPU took one copy for each tensor, and the k-th might be out of memory."""
+    model, contribution = [DeviceTensor(torch.zeros(2), "mps")], [torch.zeros(2)]
+    accumulator = GradientAccumulator(model, [torch.zeros(2)], contribution)
+    model[0].grad = DeviceTensor(torch.ones(2), "mps")
+    accumulator.add(3)
+    accumulator.load()
+    operations = []
+    monkeypatch.setattr(DeviceTensor, "on_operation", lambda name, _: operations.append(name))
+    accumulator.take_back(3)
+    assert operations == [] and accumulator.num_samples == 3
+    model[0].grad = DeviceTensor(torch.full((2,), 5.0), "mps")
+    accumulator.add(1)
+    assert accumulator.load() == 4 and contribution[0].tolist() == [2.0, 2.0]
+    accumulator.take_back(4)
+    accumulator.drop()
+    assert accumulator.load() == 0 and contribution[0].tolist() == [0.0, 0.0]
+
+
+def test_compression_of_local_updates_does_not_stop_local_steps():
+    """It takes 97 ns for a parameter: 34 s for 350 million, in which a GPU would compute nothing."""
+    was_free = []
+
+    def project(tensor: torch.Tensor) -> torch.Tensor:
+        was_free.append(is_free(accumulator.lock))
+        return tensor / 2
+
+    model = [torch.zeros(3)]
+    accumulator = train_locally(model, [torch.zeros(3)], [torch.zeros(3)], project=project)
+    model[0] += 1.0
+    accumulator.add(1)
+    assert accumulator.load() == 1 and was_free == [True]
+
+
+def test_norm_of_a_large_tensor_takes_no_copy_of_it():
+    """float64 took a copy of twice the size. float32 is exact to 1 % for 10^8 elements, and peers would differ."""
+    values = torch.randn(2**20, generator=torch.Generator().manual_seed(0))
+    largest = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if "dtype" in (kwargs or {}):
+                largest.append(args[0].numel())
+            return function(*args, **(kwargs or {}))
+
+    with Watch():
+        norm = clip_norm([values, torch.zeros(0)], 0.0)
+    assert norm == pytest.approx(float(values.double().norm()), rel=1e-12)
+    assert max(largest) <= 2**18

@@ -662,3 +662,45 @@ def test_checkpoint_during_a_hanging_round_waits_for_nothing_and_has_one_step(ma
     assert not optimizer.accumulator.num_samples
     optimizer.finish_pending_update()
     assert torch.allclose(parameter, optimizer._offloaded_parameters()[0]), "the local updates are in the step"
+
+
+def test_micro_batch_that_is_missing_costs_its_local_step_alone():
+    optimizer = build()
+    compute(optimizer, 0.1, samples=2)
+    optimizer.is_incomplete = True
+    compute(optimizer, 7.0)
+    compute(optimizer, 0.4, samples=4)
+    take(optimizer)
+    assert value_of(optimizer.coordinator.contribution) == pytest.approx(0.3)
+    assert optimizer.num_computed == 6
+
+
+def test_error_of_the_device_in_the_step_thread_ends_training(monkeypatch):
+    """No later call on the device works. It logged a traceback each second until the main thread met it, too."""
+    optimizer, failures = build(), []
+
+    def fail() -> None:
+        failures.append(True)
+        raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(optimizer.steps, "advance", fail)
+    optimizer.steps.start()
+    optimizer.steps.join(20)
+    assert not optimizer.steps.is_alive() and len(failures) == 1
+    with pytest.raises(torch.AcceleratorError, match="launch failure"):
+        optimizer.step()
+
+
+def test_broken_device_neither_hides_its_first_error_nor_keeps_averagers_running(monkeypatch, caplog):
+    optimizer, ended = build(), []
+    monkeypatch.setattr(optimizer, "say_goodbye", lambda: None)
+    for averager in (optimizer.state_averager, optimizer.grad_averager):
+        monkeypatch.setattr(averager, "shutdown", lambda averager=averager: ended.append(averager))
+
+    def fail() -> None:
+        raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(optimizer.accumulator, "rebase", fail)
+    optimizer._has_update = True
+    optimizer.shutdown()
+    assert len(ended) == 2 and "lacks the newest step" in caplog.text
