@@ -10,6 +10,7 @@ with `join_run`, see examples/plain_loop.py.
 """
 
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from arguments import TrainerArguments
@@ -48,9 +49,7 @@ def train(args: TrainerArguments, stop: StopSignal) -> None:
         loop = stack.enter_context(open_loop(session, args.training, work.device))
         num_workers = args.training.dataloader_num_workers
         for batch in loop.batches(work.samples, collate_fn=task.collate, num_workers=num_workers):
-            with loop.autocast():
-                loss = task.compute_loss(model, batch)
-            loop.step(loss, task.weigh(batch))
+            loop.train_on(batch, partial(task.compute_loss, model), task.weigh)
 
 
 def main() -> None:

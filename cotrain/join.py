@@ -94,7 +94,9 @@ def fingerprint(model: torch.nn.Module) -> str:
     """
     generator, sums = torch.Generator().manual_seed(0), torch.zeros(4, dtype=torch.float64)
     for parameter in model.parameters():
-        weights = parameter.detach().flatten()[: 2**20].double().cpu()  # of the first million
+        weights = (
+            parameter.detach().flatten().split(2**20)[0].cpu().double()
+        )  # of the first million; MPS has no float64
         signs = 2.0 * torch.randint(2, (len(sums), len(weights)), generator=generator) - 1.0
         sums += signs.double() @ weights / weights.norm().clamp(min=1e-30)
     return f" {(10 * sums).round().int().tolist()}"

@@ -75,14 +75,19 @@ def report(error: Exception) -> int:
     print(f"{Path(sys.argv[0]).name}: error: {' '.join(message.split())}", file=sys.stderr)
     if (hint := next_hint(message)) is not None:
         print(hint, file=sys.stderr)
-    return TEMPORARY if getattr(error, "retryable", False) else 1
+    return TEMPORARY if is_temporary(error) else 1
+
+
+def is_temporary(error: Exception) -> bool:
+    """Whether an error may pass by itself: a TemporaryError, or one that `open_session` has marked."""
+    return getattr(error, "retryable", False)
 
 
 def report_uncaught_errors() -> None:
     """Let a program that ends with a UserError print one line, as the scripts do. Other errors show a traceback."""
     show = sys.excepthook
     sys.excepthook = lambda kind, *error: (
-        sys.exit(report(error[0])) if issubclass(kind, SwarmError) else show(kind, *error)
+        sys.exit(report(error[0])) if issubclass(kind, SwarmError) or is_temporary(error[0]) else show(kind, *error)
     )
 
 

@@ -20,7 +20,7 @@ from cotrain.arguments import ModelArguments, weight_files
 from cotrain.common.errors import UserError, first_line
 from cotrain.models.config import is_inline
 from cotrain.models.hub import ADAPTED, ADAPTERS, fetch_files
-from cotrain.models.model import get_model_class, get_objective, set_special_tokens, try_model
+from cotrain.models.model import get_model_class, get_objective, set_special_tokens, supports_bf16, try_model
 from cotrain.models.objectives import OBJECTIVES
 
 SAMPLED = 1024  # elements at the beginning of each tensor that the digest covers
@@ -103,7 +103,7 @@ def _quantize() -> dict[str, object]:
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16,
+        bnb_4bit_compute_dtype=torch.bfloat16 if supports_bf16(torch.device("cuda", 0)) else torch.float16,
     )
     return {"quantization_config": config, "device_map": {"": 0}}
 

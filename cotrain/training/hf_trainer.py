@@ -15,6 +15,7 @@ from cotrain.data.sampler import PeerSampler
 from cotrain.models.model import derive_seed, find_device, supports_bf16
 from cotrain.status.loss_meter import LossMeter
 from cotrain.task import Task
+from cotrain.training.device_errors import MicroBatches
 
 logger = get_logger(__name__)
 
@@ -77,6 +78,7 @@ class CollaborativeTrainer(Trainer):
         optimizers, module = (optimizer, no_schedule), TaskLoss(task, model, dtype)
         super().__init__(module, args, task.collate, samples, optimizers=optimizers, **options)
         self.sampler, self.loss_meter, self.task, self.mean_weight = sampler, loss_meter, task, 1.0
+        self._micro_batches = MicroBatches(model, optimizer)
         self.remove_callback(PrinterCallback)  # prints to stdout what CollaborativeCallback logs
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> PeerSampler:
@@ -87,8 +89,15 @@ class CollaborativeTrainer(Trainer):
             inputs = {**inputs}  # DataParallel splits a dict, but not a BatchEncoding
         weighted, weight = model(inputs).view(-1, 2).sum(dim=0)  # over the devices
         loss = weighted / weight * (self.task.weigh(inputs) / self.mean_weight)
-        self.loss_meter.add(loss)
+        self.loss_meter.add(loss * self._micro_batches.num_parts)
         return loss
+
+    def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
+        def backward(part: Any, share: float) -> torch.Tensor:  # `compute_loss` weighs parts by their tokens
+            return super(CollaborativeTrainer, self).training_step(model, part, num_items_in_batch)
+
+        loss = self._micro_batches.compute(inputs, backward)
+        return torch.zeros((), device=self.args.device) if loss is None else loss
 
     def get_batch_samples(self, *args):
         """Add up the weights of the micro-batches of a local step: its loss is a mean over all their tokens."""
@@ -111,12 +120,13 @@ def choose_devices(args: LocalTrainingArguments) -> tuple[torch.device, int]:
     return device, torch.cuda.device_count() if device.type == "cuda" else 1
 
 
-def autocast_dtype(args: LocalTrainingArguments) -> torch.dtype | None:
+def autocast_dtype(args: LocalTrainingArguments, device: torch.device | None = None) -> torch.dtype | None:
     """Return the dtype of mixed precision: the requested one, or on a GPU bf16 if supported and fp16 if not; or None.
 
+    :param device: of the model; default: the first accelerator
     :raises UserError: if the device does not support the requested precision
     """
-    device = find_device(args.use_cpu)
+    device = find_device(args.use_cpu) if device is None else device
     has_gpu = device.type != "cpu"
     if args.fp16 and not has_gpu:
         raise UserError("--fp16 needs a GPU, and none is in use; drop the flag (transformers silently ignores it)")

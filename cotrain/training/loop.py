@@ -1,7 +1,7 @@
 """A plain PyTorch loop of a trainer."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, repeat
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from cotrain.arguments import LocalTrainingArguments
 from cotrain.models.model import derive_seed
+from cotrain.training.device_errors import MicroBatches
 from cotrain.training.hf_trainer import autocast_dtype
 from cotrain.training.session import TrainingSession
 
@@ -31,9 +32,10 @@ class TrainingLoop:
 
     def __init__(self, session: TrainingSession, args: LocalTrainingArguments, device: torch.device):
         self.session, self.model, self.args, self.device = session, session.model, args, device
-        self.is_running, self._num_losses, self._dtype = True, 0, autocast_dtype(args)
-        self._weights: list[float | torch.Tensor] = []  # of the micro-batches of this local step
+        self.is_running, self._num_losses, self._dtype = True, 0, autocast_dtype(args, device)
+        self._weights: list[float | torch.Tensor] = []  # of the micro-batches of this local step, or their parts
         self._scaler = torch.amp.GradScaler(device.type, enabled=self._dtype == torch.float16)
+        self._micro_batches = MicroBatches(self.model, session.optimizer)
 
     @property
     def global_step(self) -> int:
@@ -60,9 +62,31 @@ class TrainingLoop:
         sampler = self.session.open_sampler(samples, size)
         loader = DataLoader(samples, size, sampler=sampler, pin_memory=self.device.type == "cuda", **options)
         for batch in chain.from_iterable(repeat(loader)):
-            yield send_to_device(batch, self.device, non_blocking=True)
+            # On MPS a copy that does not block may read memory that is freed: random tokens (pytorch #189690).
+            yield send_to_device(batch, self.device, non_blocking=self.device.type == "cuda")
             if not self.is_running:
                 return
+
+    def train_on(
+        self, batch: Any, compute_loss: Callable[[Any], torch.Tensor], weigh: Callable[[Any], Any] = lambda part: 1.0
+    ) -> bool:
+        """Compute the loss of a micro-batch in `autocast`, then do what `step` does.
+
+        A micro-batch for which a GPU has no memory ends no training, see MicroBatches.
+
+        :param compute_loss: returns the mean over the micro-batch, or over a part of it
+        :param weigh: returns the weight of that mean, such as the number of its tokens
+        """
+
+        def backward(part: Any, share: float) -> torch.Tensor:
+            with self.autocast():
+                loss = compute_loss(part)
+            self._backward(loss, weigh(part) * share)
+            return loss.detach() * share
+
+        if not self.is_running:
+            raise _Ended
+        return self._end_micro_batch(self._micro_batches.compute(batch, backward))
 
     def step(self, loss: torch.Tensor, weight: float | torch.Tensor = 1.0) -> bool:
         """Compute gradients, and after --gradient_accumulation_steps losses take a local step.
@@ -73,16 +97,24 @@ class TrainingLoop:
         """
         if not self.is_running:
             raise _Ended
-        session, num_losses = self.session, self.args.gradient_accumulation_steps
+        self._backward(loss, weight)
+        return self._end_micro_batch(loss)
+
+    def _backward(self, loss: torch.Tensor, weight: float | torch.Tensor) -> None:
+        relative = weight / (self._weights or [weight])[0]  # to the first weight: the sum is not known yet
+        if loss.requires_grad:
+            self._scaler.scale(loss * relative / self.args.gradient_accumulation_steps).backward()
         self._weights.append(weight)
-        if loss.requires_grad:  # relative to the first weight: the sum is not known yet
-            self._scaler.scale(loss * (weight / self._weights[0]) / num_losses).backward()
-        session.loss_meter.add(loss)
+
+    def _end_micro_batch(self, loss: torch.Tensor | None) -> bool:
+        session, num_losses = self.session, self.args.gradient_accumulation_steps
+        if loss is not None:
+            session.loss_meter.add(loss)
         self._num_losses += 1
         number, is_incomplete = divmod(self._num_losses, num_losses)
         if is_incomplete:
             return True
-        mean = float(sum(self._weights) / (num_losses * self._weights[0]))
+        mean = float(sum(self._weights) / (num_losses * self._weights[0])) if self._weights else 1.0
         self._weights = []
         for parameter in self.model.parameters() if mean != 1.0 else ():
             if parameter.grad is not None:
@@ -92,7 +124,7 @@ class TrainingLoop:
         self._scaler.step(session.optimizer)
         self._scaler.update()
         session.optimizer.zero_grad()
-        if number == 1 or number % self.args.logging_steps == 0:
+        if loss is not None and (number == 1 or number % self.args.logging_steps == 0):
             logger.info(f"Local step {number}: loss = {loss.item():.5f}")
         self.is_running = session.after_local_step()
         if self.is_running and number % self.args.save_steps == 0:

@@ -21,6 +21,7 @@ from cotrain.common.signals import StopSignal
 from cotrain.data.sampler import PeerSampler
 from cotrain.dht.metrics_schema import history_length
 from cotrain.dht.run_records import LocalMetrics, TrainerRecord
+from cotrain.models.model import supports_bf16
 from cotrain.peer.addresses import log_visible_maddrs, peer_id_in
 from cotrain.peer.run_config import RunConfigRelay
 from cotrain.status.client_mode import ClientModeAlarm
@@ -30,6 +31,8 @@ from cotrain.status.status_keeper import StatusKeeper
 from cotrain.task import Task
 from cotrain.training import checkpoints
 from cotrain.training.checkpoints import SavedState
+from cotrain.training.device_errors import is_device_error
+from cotrain.training.hf_trainer import autocast_dtype
 from peerstep import records as dht_records
 from peerstep.clock import run_time
 from peerstep.coordinator import Outcome, StepRecord
@@ -40,6 +43,7 @@ from peerstep.state_layout import StateLoadError, all_finite
 from peerstep.swarm import Swarm, supervise
 
 logger = get_logger(__name__)
+SKIPPED_STEPS = 50  # local steps without finite gradients, after which a peer says what to do; GradScaler says nothing
 
 
 @dataclass
@@ -77,6 +81,9 @@ class TrainingSession:
         self.num_recoveries = 0
         self.joined_at = -math.inf
         self.client_mode_alarm = ClientModeAlarm()
+        self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self._versions: list[int] = []  # of their values, as torch counts changes
+        self._num_skipped = 0  # local steps since the last one that counts
 
     def open_sampler(self, samples: Sized, batch_size_per_step: int) -> PeerSampler:
         """Return this peer's order of the samples, which continues after a restart and is part of the status."""
@@ -173,9 +180,8 @@ class TrainingSession:
             invitation no longer holds
         """
         self.peer.dht.check_invitation()
-        if self.status.record_local_step():
-            self.watchdog.record_work()
-        if not all_finite([p.detach() for p in self.model.parameters() if p.requires_grad]):
+        self._record_local_step()
+        if self._have_changed() and not all_finite(self._trained):
             self.recover()
             return not self.should_stop()
         if time.monotonic() < self.joined_at + self.MEETING_SECONDS:
@@ -205,6 +211,30 @@ class TrainingSession:
             return False
         logger.info(f"Leaving before --max_traffic {limit} a month is passed: {self.status.traffic.describe()}")
         return True
+
+    def _record_local_step(self) -> None:
+        """Count a local step; warn if none counts because the gradients overflow."""
+        if self.status.record_local_step():
+            self.watchdog.record_work()
+            self._num_skipped = 0
+            return
+        self._num_skipped += 1
+        if self._num_skipped % SKIPPED_STEPS == 0:
+            device = self._trained[0].device
+            is_half = autocast_dtype(self.arguments.training, device) == torch.float16
+            remedy = "check the data, and lower --learning_rate on all peers"
+            if is_half:
+                remedy = "they overflow in fp16. Pass " + ("--bf16" if supports_bf16(device) else "--fp32")
+            logger.warning(
+                f"None of the last {self._num_skipped} local steps had finite gradients: {remedy}. This peer "
+                "contributes nothing until then"
+            )
+
+    def _have_changed(self) -> bool:
+        """Whether the parameters have changed since the last call: reading them waits for the GPU."""
+        versions, last = [parameter._version for parameter in self._trained], self._versions  # noqa: SLF001
+        self._versions = versions
+        return versions != last
 
     def _is_over(self) -> bool:
         """Whether the run has reached its last step or its end date."""
@@ -359,4 +389,9 @@ def open_session(
     with supervise(children, 15.0, exit_code=1, longest_wait=args.collaboration.longest_wait) as watchdog:
         session = TrainingSession(peer, optimizer, task, model, args, stop.is_set, watchdog, relay)
         with contextlib.closing(session.status):
-            yield session
+            try:
+                yield session
+            except RuntimeError as error:
+                # The size fits, since local steps were completed: a game or a driver's reset, which a new start survives
+                error.retryable = is_device_error(error) and optimizer.num_computed > 0
+                raise

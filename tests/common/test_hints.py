@@ -53,14 +53,31 @@ def test_malformed_record_raises_nothing(log):
 def test_each_row_is_a_message_of_the_code():
     missing = [row.message for row in read_diagnoses() if not any(map(row.matches, read_templates()))]
     of_others = [
-        "too many open files", "OutOfMemoryError", "unable to allocate shared memory", "out of shared memory",
+        "too many open files", "OutOfMemoryError", "CUBLAS_STATUS_ALLOC_FAILED", "unable to allocate shared memory", "out of shared memory",
         "multiprocessing/synchronize.py", "unable to open shared memory object", "No usable temporary directory",
         "torch_shm_manager", "AF_UNIX path too long", "can't start new thread", "codec can't encode",
-        "Read-only file system", "No space left on device", "Permission denied",
+        "Read-only file system", "No space left on device", "Permission denied", "no kernel image is available",
+        "device-side assert", "unspecified launch failure", "CUDA error",
     ]  # fmt: skip
     assert missing == of_others, "has a message been reworded?"
     assert diagnose(describe(torch.OutOfMemoryError("CUDA out of memory"))).message == "OutOfMemoryError"
     assert diagnose("The round of step #3 was partial: received 61% of it").message.endswith("was partial")
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        ("MPS backend out of memory (MPS allocated: 9 GB)", "lower `--per_device_train_batch_size`"),
+        ("CUDA error: out of memory", "lower `--per_device_train_batch_size`"),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "lower `--per_device_train"),
+        ("CUDA error: no kernel image is available for execution on the device", "hide the GPU"),
+        ("CUDA error: device-side assert triggered", "compare `--tokenizer_path` with the data"),
+        ("CUDA error: unspecified launch failure", "start again; if it comes back"),
+        ("CUDA error: an illegal memory access was encountered", "start again; a loop"),
+    ],
+)
+def test_each_kind_of_fault_of_a_gpu_has_a_remedy(text, action):
+    assert diagnose(describe(torch.AcceleratorError(text))).action.startswith(action)
 
 
 def test_each_row_gives_its_hint_once_as_plain_text():

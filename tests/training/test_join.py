@@ -6,6 +6,7 @@ import torch
 from cotrain import join_run
 from cotrain.common.errors import UserError
 from cotrain.join import fingerprint
+from tests.support.fake_device import DeviceTensor
 
 
 @pytest.mark.parametrize(
@@ -42,3 +43,12 @@ def test_fingerprint_tells_weights_apart():
 
 def test_fingerprint_is_the_same_for_weights_that_differ_by_rounding():
     assert all(fingerprint(build(seed)) == fingerprint(build(seed, noise=1e-7)) for seed in range(50))
+
+
+def test_fingerprint_of_a_model_on_a_device_without_float64():
+    """Apple's GPUs and Intel's have none: `join_run` never began there."""
+    model, moved = build(0), build(0)
+    for module in moved:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, torch.nn.Parameter(DeviceTensor(parameter.detach(), "mps")))
+    assert fingerprint(moved) == fingerprint(model)

@@ -299,3 +299,43 @@ def test_trainer_goes_on_after_the_schedule_if_asked_to(session):
     assert session.after_local_step() and session.last_step is None
     session.leave()
     assert not session.stored["run_trainers"][b"key"].value["leaving"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "has_bf16", "remedy"),
+    [
+        ("fp16", True, "overflow in fp16. Pass --bf16"),
+        ("fp16", False, "overflow in fp16. Pass --fp32"),
+        ("fp32", True, "check"),
+    ],
+)
+def test_peer_whose_gradients_all_overflow_is_told_what_to_do(session, monkeypatch, caplog, flags, has_bf16, remedy):
+    """GradScaler leaves out each local step, and neither the optimizer nor the Trainer hears of it."""
+    dtype = torch.float16 if flags == "fp16" else None
+    monkeypatch.setattr(session_module, "autocast_dtype", lambda args, device: dtype)
+    monkeypatch.setattr(session_module, "supports_bf16", lambda device: has_bf16)
+    for number in range(49):
+        session.after_local_step()
+    assert "finite gradients" not in caplog.text
+    session.after_local_step()
+    assert "None of the last 50 local steps had finite gradients" in caplog.text and remedy in caplog.text
+    caplog.clear()
+    session.optimizer.num_computed += 8
+    session.after_local_step()
+    for number in range(49):
+        session.after_local_step()
+    assert "finite gradients" not in caplog.text
+
+
+def test_parameters_are_read_once_they_have_changed(session, monkeypatch):
+    """The check waits for the GPU and reads 4 bytes for a parameter. Local steps between two global ones change none."""
+    checks = []
+    monkeypatch.setattr(session_module, "all_finite", lambda tensors: checks.append(True) or True)
+    for _ in range(10):
+        session.after_local_step()
+    assert len(checks) == 1
+    with torch.no_grad():
+        torch._foreach_copy_(list(session.model.parameters()), [torch.ones(2, 2), torch.ones(2)])
+    for _ in range(10):
+        session.after_local_step()
+    assert len(checks) == 2
