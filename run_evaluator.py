@@ -29,7 +29,9 @@ class EvaluatorArguments(ReportingArguments, group="Evaluation"):
     evaluation_steps: int | None = flag(
         None, "Evaluate every this many global steps instead of every --evaluation_interval seconds"
     )
-    per_device_eval_batch_size: int = flag(16, "Samples per batch in the evaluation")
+    per_device_eval_batch_size: int | None = flag(
+        None, "Samples per batch in the evaluation. Default: at most 16, with logits of at most 1 GB"
+    )
     max_eval_samples: int | None = flag(None, "Evaluate this many samples of the split 'validation'. Default: all")
     use_cpu: bool = flag(False, "Do not use a GPU")
     refresh_period: float = flag(10, "Seconds between two reads of the trainers' metrics")
@@ -82,6 +84,8 @@ def main() -> None:
         averager = stack.enter_context(observer)
         last_step = hyperparameter_args.last_step
         loop = EvaluationLoop(peer, run_id, averager, model, evaluator, reporter, args, last_step=last_step)
+        if evaluator.device.type != "cpu":
+            evaluator.try_batch(model)
         if dataset_args.from_pretrained:
             loop.evaluate_base()
         while not (stop.is_set() or loop.is_done):

@@ -56,6 +56,7 @@ def train(args: TrainerArguments, stop: StopSignal) -> None:
             task=task,
             sampler=session.open_sampler(work.samples, batch_size_per_step),
             loss_meter=session.loss_meter,
+            num_devices=work.num_devices,
         )
         trainer.train()
         session.leave()

@@ -377,11 +377,6 @@ class ModelArguments(Flags, group="Model and data"):
         return own | ({"token": False, "use_safetensors": True} if "model_name_or_path" in self.adopted else {})
 
     @property
-    def bytes_of_frozen(self) -> float | None:
-        """Bytes of each parameter of the model, if only adapters are trained: those of bf16, or about those of NF4."""
-        return None if self.lora_rank is None else 0.6 if self.load_in_4bit else 2.0
-
-    @property
     def task_sha256(self) -> str | None:
         """SHA-256 of the file of --task, by which the peers of a run find that they have the same one.
 
@@ -487,12 +482,15 @@ class HyperparameterArguments(Flags, group="Hyper-parameters"):
         return self.total_steps if self.after_last_step == "end" else None
 
 
+DEFAULT_BATCH_SIZE = 4  # of a micro-batch on a CPU
+
+
 @dataclass
 class LocalTrainingArguments(HyperparameterArguments, group="Local training"):
     """How this peer computes gradients. `hf_trainer.build_training_arguments` hands the flags to transformers."""
 
-    per_device_train_batch_size: int = flag(
-        4, "Samples per micro-batch and device. Choose it so that a micro-batch takes 0.5 to 1 seconds"
+    per_device_train_batch_size: int | None = flag(
+        None, "Samples per micro-batch and device. Default: what fits into the memory of the GPU; on a CPU 4"
     )
     gradient_accumulation_steps: int = flag(
         2, "Micro-batches per local step. The trainer reports its progress after each local step"
@@ -529,7 +527,11 @@ class LocalTrainingArguments(HyperparameterArguments, group="Local training"):
 
     def batch_size_per_step(self, num_devices: int) -> int:
         """Samples that this peer adds between two reports: micro-batch x devices x accumulation."""
-        return self.per_device_train_batch_size * max(1, num_devices) * self.gradient_accumulation_steps
+        return (
+            (self.per_device_train_batch_size or DEFAULT_BATCH_SIZE)
+            * max(1, num_devices)
+            * self.gradient_accumulation_steps
+        )
 
 
 class TrainerArguments(NamedTuple):

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import TextIO
 
+from cotrain.common.batch_size import fit_batch_size
 from cotrain.common.errors import UserError
 from cotrain.common.flags import check_peer, check_web_address
 from peerstep.processes import leave_with_parent
@@ -20,8 +21,6 @@ from peerstep.processes import leave_with_parent
 # ALBERT-large with 512 tokens in mixed precision keeps 0.73 GiB of activations per sample, and needs another 0.2 GiB
 # for the logits of 30 000 tokens. CUDA, weights and gradients take 1 GiB; the rest is for fragmentation.
 GIB_FOR_SAMPLE, GIB_FOR_REST = 1.0, 2.0
-MAX_BATCH_SIZE = 64  # a micro-batch of half a second on the largest GPUs
-
 STOP_TIMEOUT = 30.0  # seconds; the trainer's own limit is 12
 # Becomes a monitor of the trainer beside it, once that has printed its local address; other peers need not reach it
 MONITOR = """until address=$(grep -om1 -e '--initial_peers /ip4/[^ ]*' "$0"); do sleep 1; done
@@ -39,8 +38,7 @@ def choose_batch_size() -> int:
         mebibytes = min(map(int, output.splitlines()))
     except (OSError, ValueError, subprocess.SubprocessError):
         raise UserError("there is no GPU here: turn it on (see the first cell), and run all cells again") from None
-    fits = (mebibytes / 1024 - GIB_FOR_REST) / GIB_FOR_SAMPLE
-    return min(MAX_BATCH_SIZE, 2 ** int(math.log2(max(1.0, fits))))
+    return fit_batch_size(mebibytes / 1024, GIB_FOR_REST, GIB_FOR_SAMPLE)
 
 
 def trainer_command(

@@ -75,7 +75,7 @@ class StepThread(threading.Thread):
         self.delay_optimizer_step = delay_optimizer_step
         self.last_step: int | None = None  # no step beyond this one is taken
         self.phase = Phase.IDLE
-        self.device_error: torch.AcceleratorError | None = None  # has ended this thread, see CollaborativeOptimizer.step
+        self.device_error: torch.AcceleratorError | None = None  # has ended this thread
         self.is_awaited = False  # whether the main thread waits in `wait_for_step`
         self._wake, self._progressed = threading.Event(), threading.Event()
         self._retry_at = 0.0  # `time.monotonic`

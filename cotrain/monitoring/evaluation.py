@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from cotrain.common.atomic_files import new_folder
 from cotrain.common.backoff import Backoff
-from cotrain.common.errors import first_line
+from cotrain.common.errors import UserError, first_line
 from cotrain.common.json_file import JsonFile, write_json
 from cotrain.dht.metrics_schema import MAX_NUMBER
 from cotrain.models.model import find_device
@@ -26,6 +26,7 @@ from cotrain.monitoring.reporters import Reporters
 from cotrain.task import Task
 from cotrain.tasks.task_loading import load_samples
 from cotrain.training.checkpoints import write_model
+from cotrain.training.device_errors import is_out_of_memory
 from peerstep import records as dht_records
 from peerstep.clock import run_time
 from peerstep.progress_record import read_progress
@@ -47,12 +48,26 @@ class Evaluator:
         self.samples = load_samples(task, "validation")
         self.num_samples = min(len(self.samples), args.max_eval_samples or len(self.samples))
         self.device = find_device(args.use_cpu)
+        self.batch_size = args.per_device_eval_batch_size or task.eval_batch_size()
+
+    def try_batch(self, model: torch.nn.Module) -> None:
+        """Evaluate one batch of a model, so that a lack of memory shows at the start; UserError if it does."""
+        num_samples, self.num_samples = self.num_samples, min(self.num_samples, self.batch_size)
+        try:
+            self.evaluate(model, 0)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            remedy = f"pass a smaller --per_device_eval_batch_size than {self.batch_size}, or --use_cpu"
+            raise UserError(f"the GPU has no memory for a batch of the evaluation: {remedy}") from None
+        finally:
+            self.num_samples = num_samples
 
     def evaluate(self, model: torch.nn.Module, step: int) -> dict[str, float] | None:
         """Return the metrics of a copy of a model; None if `should_stop` ended it."""
         frozen = {id(parameter): parameter for parameter in model.parameters() if not parameter.requires_grad}
         model = copy.deepcopy(model, frozen).to(self.device).eval()  # a frozen base is not copied
-        batch_size, sums, counts = self.args.per_device_eval_batch_size, defaultdict(float), Counter()
+        batch_size, sums, counts = self.batch_size, defaultdict(float), Counter()
         starts = range(0, self.num_samples, batch_size)
         hide_bar = self.args.disable_tqdm or None
         with torch.inference_mode(), torch.random.fork_rng(devices=[]):

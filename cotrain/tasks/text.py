@@ -15,6 +15,7 @@ from cotrain.arguments import ModelArguments
 from cotrain.common.errors import UserError
 from cotrain.data.download import fetch_data
 from cotrain.data.loading import load_manifest, load_split
+from cotrain.data.manifest import Manifest
 from cotrain.data.shards import ShardedSamples
 from cotrain.data.tokenizers import load_tokenizer
 from cotrain.models.model import build_without_weights, get_objective, initialize_model, load_config, max_tokens
@@ -23,6 +24,8 @@ from cotrain.models.pretrained import load_pretrained, set_generation
 from cotrain.task import Metric, Task
 
 Batch = dict[str, torch.Tensor]
+ROW_BYTES = 2**26  # of logits in float32, whose loss the evaluator computes at once
+MAX_LOGIT_BYTES = 10**9  # of logits in float32, of a batch of the evaluator
 
 
 def build_text_task(args: ModelArguments, has_weights: bool = False, disable_tqdm: bool = False) -> "TextTask":
@@ -126,7 +129,9 @@ class TextTask(Task):
         return (labels != -100).sum()
 
     def evaluate(self, model: PreTrainedModel, batch: Batch) -> dict[str, Metric]:
-        outputs, labels = self._run(model, batch), batch["labels"]
+        # With labels, transformers would compute a loss of its own, in float32.
+        inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "sentence_order_label")}
+        outputs, labels = self._run(model, inputs), batch["labels"]
         if self.objective.is_causal:
             logits, labels = outputs.logits[:, :-1], labels[:, 1:]  # each token predicts the next
             metrics = {"loss": measure(logits, labels)[0]}
@@ -137,6 +142,13 @@ class TextTask(Task):
         loss, accuracy = measure(outputs.prediction_logits, labels)
         order_loss, order_accuracy = measure(outputs.sop_logits, batch["sentence_order_label"])
         return {"loss": loss, "order_loss": order_loss, "mlm_accuracy": accuracy, "sop_accuracy": order_accuracy}
+
+    def eval_batch_size(self) -> int:
+        """Return the samples of a batch whose logits fit into MAX_LOGIT_BYTES in float32, at most 16."""
+        if self.args.dataset_path is None:  # the samples are not text on a disk
+            return super().eval_batch_size()
+        length = Manifest.load(self.args.dataset_path).max_seq_length
+        return max(1, min(16, MAX_LOGIT_BYTES // (4 * length * self.config.get_text_config().vocab_size)))
 
     def summarize(self, means: dict[str, float]) -> dict[str, float]:
         """Add the losses. Trainers report the same loss."""
@@ -159,10 +171,13 @@ def measure(logits: torch.Tensor, labels: torch.Tensor) -> tuple[Metric, Metric]
 
     :param logits: [..., classes]; :param labels: [...], -100 where there is nothing to predict
     """
-    logits, labels = logits.flatten(end_dim=-2), labels.flatten()
-    logits, labels = logits[labels != -100].float(), labels[labels != -100]
-    count, correct = len(labels), int((logits.argmax(dim=-1) == labels).sum())
-    return (cross_entropy(logits, labels, reduction="sum") / max(1, count), count), (correct / max(1, count), count)
+    places = (labels != -100).nonzero()
+    total, correct, count = 0.0, 0, len(places)
+    for chosen in places.split(max(1, ROW_BYTES // (4 * logits.shape[-1]))):
+        rows, answers = logits[chosen.unbind(dim=-1)].float(), labels[chosen.unbind(dim=-1)]
+        total += float(cross_entropy(rows, answers, reduction="sum"))
+        correct += int((rows.argmax(dim=-1) == answers).sum())
+    return (total / max(1, count), count), (correct / max(1, count), count)
 
 
 def match_answers(logits: torch.Tensor, labels: torch.Tensor) -> Metric:

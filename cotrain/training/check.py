@@ -1,5 +1,6 @@
 """`run_trainer.py --check`: try everything that a trainer needs, once, without training."""
 
+import math
 import os
 import re
 import resource
@@ -28,18 +29,16 @@ from cotrain.common.atomic_files import lock_folder
 from cotrain.common.diagnosis import diagnose
 from cotrain.common.errors import UserError, describe
 from cotrain.common.signals import StopSignal
-from cotrain.data.manifest import Manifest
 from cotrain.data.sampler import PeerSampler
 from cotrain.dht.run_records import record_schemas
-from cotrain.models.adapters import activation_bytes
 from cotrain.models.model import find_device
 from cotrain.peer.addresses import peer_id_in
 from cotrain.peer.peer import open_peer
 from cotrain.peer.run_config import adopt_run_config
 from cotrain.peer.tunnel import open_tunnel
-from cotrain.tasks.task_loading import load_task
 from cotrain.training.builders import open_observer
-from cotrain.training.hf_trainer import autocast_dtype
+from cotrain.training.hf_trainer import autocast_dtype, choose_devices
+from cotrain.training.needs import Needs, has_own_memory, missing_copies, plan, set_batch_size
 from cotrain.training.workload import Workload, load_workload
 from peerstep.processes import raise_file_limit
 from peerstep.progress_record import read_progress
@@ -47,6 +46,11 @@ from peerstep.records import get_records
 from peerstep.redial import find_tcp_endpoint
 from peerstep.swarm import Swarm
 
+PRECISION_ADVICE = {
+    torch.float16: "it overflows in fp16. Pass --bf16, or --fp32 on a GPU without bf16",
+    torch.bfloat16: "pass --fp32, or ask the organiser about the model",
+    None: "check the data, or ask the organiser about the model",
+}
 REQUIREMENTS = Path(__file__).parents[2] / "requirements.txt"
 MUST_BE_EQUAL = "hivemind"  # peers of other versions may not understand each other; torch may fit the driver
 OPTIONAL = {"wandb"}  # a trainer runs without
@@ -57,10 +61,9 @@ BATCH_SECONDS = 60.0  # for a micro-batch, at most
 # Copies of the parameters in a trainer's processes, see docs/gpus.md#memory: peak PSS of two trainers and newcomers on
 # CPUs, models of 9.3 and 30 M parameters. The rest is what a trainer of a tiny model takes.
 COPIES, COPIES_OF_LOCAL_UPDATES, SHARED_COPIES, BASE_BYTES = 9, 12, 6, 1.0e9
-COPIES_ON_GPU = 3, 4  # of these (computed), without and with local updates: model, gradients, their sum or two moments
-# On the GPU itself, see docs/gpus.md: model, gradients, their sum, and one more at the start; with local updates also
-# the moments of the inner optimizer, and copies while a round begins or ends
-GPU_COPIES, GPU_COPIES_OF_LOCAL_UPDATES = 4, 7
+# Copies of these (computed), without and with local updates, that are on a GPU: model, gradients, their sum or two
+# moments. Beside one, the sums are copied through pinned memory.
+COPIES_ON_GPU = 2, 4
 # Time of a round, fitted by benchmarks/home_lines.py to ALBERT-large (17.85 M parameters), 2 and 4 peers, 5 to
 # 20 Mbit/s and no latency. Residuals: at most 7 % for 22 of 24 points, 9 and 12 % for two.
 FIXED_SECONDS = 0.2  # of a round, whatever the connection. The search for the group begins before the step is due
@@ -109,14 +112,19 @@ def check_all(command_line: CommandLine, stop: StopSignal) -> Iterator[Finding]:
         peer_args = args.collaboration
         with open_tunnel(peer_args):  # a wrong token is found before anything is downloaded
             device = find_device(args.training.use_cpu)
-            if args.dataset.lora_rank is not None:
-                yield from check_memories(plan_adapters(args), device, args.training.local_updates)
+            num_devices = choose_devices(args.training, args.dataset.lora_rank is not None)[1]
+            if args.dataset.lora_rank is not None:  # before the weights of the base are downloaded
+                set_batch_size(args, device)
+                yield from check_memories(plan(args), device, num_devices)
             work = load_workload(args)
             size = work.num_parameters()
             text = f"{len(work.samples):,} samples; model of {size / 1e6:,.1f} million parameters"
             yield Finding("data and model", text)
             if args.dataset.lora_rank is None:
-                yield from check_memories(Sizes(size), device, args.training.local_updates)
+                needs = (
+                    plan(args) if args.dataset.task is None else Needs(size, 4.0 * size, args.training.local_updates)
+                )
+                yield from check_memories(needs, device, num_devices)
             schemas, folder = record_schemas(peer_args.run_id), Path(args.training.output_dir)
             with open_peer(peer_args, schemas, folder, peer_args.client_mode, stop) as peer:
                 yield Finding("joining", f"this peer is in run {peer_args.run_id}")
@@ -186,56 +194,26 @@ def check_folders(output_dir: Path) -> str:
     return f"{output_dir}; temporary files in {tempfile.gettempdir()}; TMPDIR is {os.environ.get('TMPDIR', 'not set')}"
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """What a trainer needs memory for: the number of trained parameters, and bytes of the rest if that is frozen."""
-
-    trained: int
-    frozen: float = 0.0
-    activations: float = 0.0
-    text: str = ""
-
-
-def plan_adapters(args: TrainerArguments) -> Sizes:
-    """Compute what fine-tuning with adapters needs, before the weights of the base are downloaded."""
-    model, base_path = load_task(args.dataset).build_model().train(), Path(args.dataset.model_name_or_path)
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    base = [parameter for parameter in model.parameters() if parameter.is_meta]
-    frozen = args.dataset.bytes_of_frozen * sum(parameter.numel() for parameter in base)
-    if base_path.is_dir() and not args.dataset.load_in_4bit:  # the base may be in float32
-        frozen = float(sum(file.stat().st_size for file in base_path.glob("model*.safetensors"))) or frozen
-    for parameter in base:
-        parameter.data = parameter.data.bfloat16()
-    length, size = Manifest.load(args.dataset.dataset_path).max_seq_length, args.training.per_device_train_batch_size
-    activations, shown = 0.0, "?"
-    with suppress(Exception):  # experts do not run without weights
-        activations, config = activation_bytes(model.to("meta"), size, length), model.config.get_text_config()
-        if args.training.gradient_checkpointing:  # those of one layer, what goes into each, and twice the logits
-            kept = 2 * config.num_hidden_layers * config.hidden_size + 8 * config.vocab_size
-            activations = activations / config.num_hidden_layers + size * length * kept
-        shown = f"{activations / 1e9:.1f}"
-    text = f": {frozen / 1e9:.1f} for the base, {shown} for {size} x {length:,} tokens"
-    return Sizes(trained, frozen, activations, f"{text}, the rest for {trained / 1e6:,.1f} million trained parameters")
-
-
-def check_memories(sizes: Sizes, device: torch.device, local_updates: bool) -> Iterator[Finding]:
-    """Yield what memory is free and needed: of the GPU if there is one, of the machine, and shared memory."""
-    on_gpu, bytes_per_copy, rest = device.type != "cpu", 4.0 * sizes.trained, sizes.frozen + sizes.activations
-    memory = psutil.virtual_memory().available
+def check_memories(needs: Needs, device: torch.device, num_devices: int = 1) -> Iterator[Finding]:
+    """Yield what memory is free and needed: of each GPU if there is one, of the machine, and shared memory."""
+    on_gpu, local_updates = has_own_memory(device), needs.local_updates
+    memory, bytes_per_copy = psutil.virtual_memory().available, 4.0 * needs.trained
     copies = (COPIES_OF_LOCAL_UPDATES if local_updates else COPIES) - on_gpu * COPIES_ON_GPU[local_updates]
-    needed = BASE_BYTES + copies * bytes_per_copy + (0.0 if on_gpu else rest)
+    rest = 0.0 if on_gpu else needs.frozen + (needs.micro_batch - bytes_per_copy)
+    needed = BASE_BYTES + copies * bytes_per_copy + rest
     rows = [("memory", memory, needed, "End other programs, or choose a machine with more memory")]
-    if on_gpu:
-        needed = (GPU_COPIES_OF_LOCAL_UPDATES if local_updates else GPU_COPIES) * bytes_per_copy + rest
-        advice = "End other programs on the GPU, choose one with more memory, or pass --use_cpu"
+    advice = "End other programs on the GPU, choose one with more memory, or pass --use_cpu"
+    for number in range(num_devices if on_gpu else 0):
+        subject = f"GPU {number} memory" if num_devices > 1 else "GPU memory"
         with suppress(RuntimeError):  # not every kind tells
-            rows.append(("GPU memory", torch.accelerator.get_memory_info(device)[0], needed, advice))
+            free = torch.accelerator.get_memory_info(torch.device(device.type, number))[0]
+            rows.append((subject, free, needs.on_gpu, advice))
     if os.path.isdir("/dev/shm"):
         free = psutil.disk_usage("/dev/shm").free
         rows.append(("/dev/shm", free, SHARED_COPIES * bytes_per_copy, "Enlarge it, in Docker with --shm-size"))
     for subject, free, needed, advice in rows:
         text = f"{free / 1e9:.1f} GB free, about {needed / 1e9:.1f} needed"
-        yield Finding(subject, text + sizes.text * (subject != "/dev/shm"), advice if free < needed else "")
+        yield Finding(subject, text + needs.text * (subject != "/dev/shm"), advice if free < needed else "")
 
 
 class Deadline(TorchDispatchMode):
@@ -263,6 +241,7 @@ def measure_device(
     """
     device, dtype, model = work.device, autocast_dtype(args), work.model.to(work.device).train()
     limit, task = DEVICE_SECONDS if size == args.per_device_train_batch_size else 0.0, f"a micro-batch of {size}"
+    copies = missing_copies(model, args.local_updates) if device.type != "cpu" else []
     started = time.monotonic()
     try:
         for number, batch in enumerate(DataLoader(work.samples, size, sampler=sampler, collate_fn=work.task.collate)):
@@ -271,17 +250,21 @@ def measure_device(
                 with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
                     loss = work.task.compute_loss(model, batch)
                 loss.backward()
-                loss.item()  # waits for the GPU
+                if not math.isfinite(loss.item()):  # waits for the GPU
+                    raise UserError(f"{device}: the loss of {task} is {loss.item()}: {PRECISION_ADVICE[dtype]}")
             if (seconds := time.monotonic() - started) >= limit:
                 break
             if number == 0:
                 started = time.monotonic()
+        peak = torch.accelerator.max_memory_allocated(device) if device.type != "cpu" else 0
     finally:
+        copies.clear()
         model.zero_grad()
         model.cpu()
     seconds /= max(1, number)
     hint = "; raise --per_device_train_batch_size" if device.type != "cpu" and seconds < 0.2 and size > 1 else ""
-    return f"{device}: {task} takes {seconds:.2f} s, {size / seconds:.1f} samples/s{hint}"
+    used = f", {peak / 1e9:.1f} GB with all copies" if peak else ""
+    return f"{device}: {task} takes {seconds:.2f} s, {size / seconds:.1f} samples/s{used}{hint}"
 
 
 # The other peers

@@ -1,4 +1,4 @@
-"""Errors of the device that computes: a full memory, which may pass, and those after which only a new process works."""
+"""Errors of a device: a full memory, which may pass, and those after which only a new process works."""
 
 import re
 from collections.abc import Callable, Mapping

@@ -15,7 +15,7 @@ from cotrain.data.sampler import PeerSampler
 from cotrain.models.model import derive_seed, find_device, supports_bf16
 from cotrain.status.loss_meter import LossMeter
 from cotrain.task import Task
-from cotrain.training.device_errors import MicroBatches
+from cotrain.training.device_errors import MicroBatches, split
 
 logger = get_logger(__name__)
 
@@ -70,16 +70,24 @@ class CollaborativeTrainer(Trainer):
         task: Task,
         sampler: PeerSampler,
         loss_meter: LossMeter,
+        num_devices: int | None = None,
         **options: Any,
     ):
         dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else None
         # The Trainer requires a schedule. This one changes nothing: the real one counts global steps in the optimizer.
         no_schedule = MultiplicativeLR(optimizer, lambda step: 1.0)
         optimizers, module = (optimizer, no_schedule), TaskLoss(task, model, dtype)
+        if num_devices is not None:
+            args._n_gpu = min(args.n_gpu, num_devices)  # noqa: SLF001  the batch size of the loader counts these
         super().__init__(module, args, task.collate, samples, optimizers=optimizers, **options)
         self.sampler, self.loss_meter, self.task, self.mean_weight = sampler, loss_meter, task, 1.0
-        self._micro_batches = MicroBatches(model, optimizer)
+        self._micro_batches, self._scale = MicroBatches(model, optimizer), 1.0
         self.remove_callback(PrinterCallback)  # prints to stdout what CollaborativeCallback logs
+
+    def _wrap_model(self, model, training: bool = True, dataloader=None):
+        if self.args.n_gpu > 1 and not isinstance(model, torch.nn.DataParallel):  # transformers takes all visible GPUs
+            return torch.nn.DataParallel(model, device_ids=list(range(self.args.n_gpu)))
+        return super()._wrap_model(model, training, dataloader)
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> PeerSampler:
         return self.sampler
@@ -89,11 +97,13 @@ class CollaborativeTrainer(Trainer):
             inputs = {**inputs}  # DataParallel splits a dict, but not a BatchEncoding
         weighted, weight = model(inputs).view(-1, 2).sum(dim=0)  # over the devices
         loss = weighted / weight * (self.task.weigh(inputs) / self.mean_weight)
-        self.loss_meter.add(loss * self._micro_batches.num_parts)
-        return loss
+        self.loss_meter.add(loss * self._scale * self._micro_batches.num_parts)
+        return loss * self._scale
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
-        def backward(part: Any, share: float) -> torch.Tensor:  # `compute_loss` weighs parts by their tokens
+        def backward(part: Any, share: float) -> torch.Tensor:
+            weights = [self.task.weigh(one) for one in split(inputs, round(1 / share))]
+            self._scale = self.task.weigh(inputs) / sum(weights)  # 1 for tokens, 1/2 where each half weighs the same
             return super(CollaborativeTrainer, self).training_step(model, part, num_items_in_batch)
 
         loss = self._micro_batches.compute(inputs, backward)
@@ -110,14 +120,29 @@ class CollaborativeTrainer(Trainer):
         return grad_norm
 
 
-def choose_devices(args: LocalTrainingArguments) -> tuple[torch.device, int]:
-    """Return the device to compute on and the number of devices: all GPUs of this machine with CUDA, or one device.
+def choose_devices(args: LocalTrainingArguments, has_adapters: bool = False) -> tuple[torch.device, int]:
+    """Return the device to compute on, and the number of devices: with CUDA the first GPUs that are like GPU 0.
+
+    A display card beside a GPU would end the trainer or slow it down. With adapters it is one: DataParallel would copy
+    the base to the others for each micro-batch, 16 GB for 8 billion parameters.
 
     :raises UserError: if the device does not support the requested precision
     """
     autocast_dtype(args)
     device = find_device(args.use_cpu)
-    return device, torch.cuda.device_count() if device.type == "cuda" else 1
+    if device.type != "cuda":
+        return device, 1
+    numbers = range(torch.cuda.device_count())
+    kinds = [(torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)) for i in numbers]
+    page = "see docs/gpus.md#several-gpus-in-one-machine"
+    number = next((i for i, kind in enumerate(kinds) if kind != kinds[0]), len(kinds))
+    if number < len(kinds):
+        names = ", ".join(f"GPU {i} ({name})" for i, (name, _) in enumerate(kinds) if i >= number)
+        logger.warning(f"Not used beside {kinds[0][0]}: {names}. Start another trainer there, {page}")
+    if has_adapters and number > 1:
+        logger.warning(f"With --lora_rank a trainer uses one GPU: start one for each of the {number}, {page}")
+        number = 1
+    return device, number
 
 
 def autocast_dtype(args: LocalTrainingArguments, device: torch.device | None = None) -> torch.dtype | None:

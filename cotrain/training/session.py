@@ -392,6 +392,6 @@ def open_session(
             try:
                 yield session
             except RuntimeError as error:
-                # The size fits, since local steps were completed: a game or a driver's reset, which a new start survives
+                # The size fits, since local steps were completed: a game, or a reset of the driver
                 error.retryable = is_device_error(error) and optimizer.num_computed > 0
                 raise

@@ -11,6 +11,7 @@ from cotrain.models.model import choose_kernels, enable_gradient_checkpointing
 from cotrain.task import Task
 from cotrain.tasks.task_loading import build_initial_model, load_samples, load_task
 from cotrain.training.hf_trainer import choose_devices
+from cotrain.training.needs import set_batch_size
 from peerstep.base import share_parameters
 
 
@@ -36,9 +37,11 @@ def load_workload(args: TrainerArguments) -> Workload:
 
     :raises UserError: if something is missing or does not fit
     """
-    device, num_devices = choose_devices(args.training)
+    device, num_devices = choose_devices(args.training, args.dataset.lora_rank is not None)
     task = load_task(args.dataset, has_weights=True, disable_tqdm=args.training.disable_tqdm)
-    samples, batch_size = load_samples(task, "train"), args.training.per_device_train_batch_size
+    samples = load_samples(task, "train")
+    set_batch_size(args, device)
+    batch_size = args.training.per_device_train_batch_size
     if len(samples) < batch_size:
         raise UserError(f"the task has {len(samples)} samples, fewer than --per_device_train_batch_size {batch_size}")
     model = build_initial_model(task, args.collaboration.run_id)

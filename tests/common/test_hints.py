@@ -53,11 +53,11 @@ def test_malformed_record_raises_nothing(log):
 def test_each_row_is_a_message_of_the_code():
     missing = [row.message for row in read_diagnoses() if not any(map(row.matches, read_templates()))]
     of_others = [
-        "too many open files", "OutOfMemoryError", "CUBLAS_STATUS_ALLOC_FAILED", "unable to allocate shared memory", "out of shared memory",
-        "multiprocessing/synchronize.py", "unable to open shared memory object", "No usable temporary directory",
-        "torch_shm_manager", "AF_UNIX path too long", "can't start new thread", "codec can't encode",
-        "Read-only file system", "No space left on device", "Permission denied", "no kernel image is available",
-        "device-side assert", "unspecified launch failure", "CUDA error",
+        "too many open files", "OutOfMemoryError", "CUBLAS_STATUS_ALLOC_FAILED", "unable to allocate shared memory",
+        "out of shared memory", "multiprocessing/synchronize.py", "unable to open shared memory object",
+        "No usable temporary directory", "torch_shm_manager", "AF_UNIX path too long", "can't start new thread",
+        "codec can't encode", "Read-only file system", "No space left on device", "Permission denied",
+        "no kernel image is available", "device-side assert", "unspecified launch failure", "CUDA error",
     ]  # fmt: skip
     assert missing == of_others, "has a message been reworded?"
     assert diagnose(describe(torch.OutOfMemoryError("CUDA out of memory"))).message == "OutOfMemoryError"

@@ -10,12 +10,15 @@ from unittest.mock import Mock
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig
+from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel
 
+from cotrain.common.errors import UserError
+from cotrain.models.memory import PeakMeter, key_of
 from cotrain.monitoring import evaluation
 from cotrain.monitoring.evaluation import EvaluationLoop, Evaluator
 from cotrain.monitoring.reporters import Reporters
 from cotrain.task import Task
+from cotrain.tasks import text
 from cotrain.tasks.text import measure
 from peerstep import records as dht_records
 from peerstep.clock import run_time
@@ -209,3 +212,40 @@ def test_state_of_the_monitor_is_evaluated_if_no_trainer_is_left(monkeypatch):
     clock.now += 1000.0
     loop.refresh()
     assert loop._evaluate.called
+
+
+def test_evaluation_takes_little_more_memory_than_its_logits(monkeypatch):
+    """With labels, transformers computes a loss in float32, and three copies more made 29.8 GB for Qwen3-1.7B."""
+    config = GPT2Config(vocab_size=50_257, n_embd=8, n_head=2, n_layer=1, architectures=["GPT2LMHeadModel"])
+    task, model = make_text_task(config), GPT2LMHeadModel(config).eval()
+    tokens = torch.randint(1000, (8, 64), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
+    with torch.no_grad():
+        expected = float(model(**batch).loss)
+        monkeypatch.setattr(text, "ROW_BYTES", 32 * 4 * 50_257)
+        existing = {key_of(tensor) for tensor in (*model.parameters(), *model.buffers(), tokens)}
+        with PeakMeter(existing) as meter:
+            ((loss, count),) = task.evaluate(model, batch).values()
+    assert loss == pytest.approx(expected, rel=1e-5) and count == 8 * 63
+    assert meter.peak < 1.5 * 4 * 8 * 64 * 50_257
+
+
+@pytest.mark.parametrize(("length", "vocabulary", "size"), [(1024, 151_936, 1), (512, 30_000, 16), (1024, 50_257, 4)])
+def test_batch_of_the_evaluator_has_logits_of_at_most_1_gb(monkeypatch, length, vocabulary, size):
+    task = make_text_task(GPT2Config(vocab_size=vocabulary))
+    task.args.dataset_path = "data"
+    monkeypatch.setattr(text.Manifest, "load", lambda path: SimpleNamespace(max_seq_length=length))
+    assert task.eval_batch_size() == size
+
+
+def test_evaluator_without_memory_ends_at_its_start_with_its_own_flag():
+    class Full(Noise):
+        def evaluate(self, model, batch) -> dict:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    evaluator = Evaluator(Full(), bool, EvaluatorArguments(use_cpu=True, per_device_eval_batch_size=4))
+    with pytest.raises(UserError, match="smaller --per_device_eval_batch_size than 4"):
+        evaluator.try_batch(torch.nn.Linear(1, 1))
+    assert evaluator.num_samples == 10
+    evaluator.task = Noise()
+    evaluator.try_batch(torch.nn.Linear(1, 1))

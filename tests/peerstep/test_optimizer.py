@@ -701,6 +701,6 @@ def test_broken_device_neither_hides_its_first_error_nor_keeps_averagers_running
         raise torch.AcceleratorError("CUDA error: unspecified launch failure")
 
     monkeypatch.setattr(optimizer.accumulator, "rebase", fail)
-    optimizer._has_update = True
+    optimizer.model.has_update = True
     optimizer.shutdown()
     assert len(ended) == 2 and "lacks the newest step" in caplog.text

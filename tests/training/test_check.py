@@ -1,5 +1,6 @@
 """Tests of --check without peers."""
 
+import math
 import re
 import socket
 from functools import partial
@@ -16,7 +17,6 @@ from cotrain.training.check import (
     MIN_OPEN_FILES,
     REQUIREMENTS,
     Finding,
-    Sizes,
     attempt,
     check_address,
     check_memories,
@@ -25,6 +25,7 @@ from cotrain.training.check import (
     check_versions,
     measure_device,
 )
+from cotrain.training.needs import Needs, missing_copies
 from peerstep import processes
 from peerstep.processes import ENOUGH_FILES, raise_file_limit
 from tests.support.dht_records import heartbeat
@@ -120,9 +121,11 @@ def test_memory(monkeypatch):
     monkeypatch.setattr(check.psutil, "virtual_memory", lambda: SimpleNamespace(available=13e9))
     monkeypatch.setattr(check.psutil, "disk_usage", lambda _path: SimpleNamespace(free=9e9))
     monkeypatch.setattr(check.torch.accelerator, "get_memory_info", lambda _device: (8e9, 16e9))
+    monkeypatch.setattr(check, "has_own_memory", lambda device: device.type == "cuda")
 
     def faults(num_parameters: int, device: str, local_updates: bool = False) -> list[str]:
-        found = check_memories(Sizes(num_parameters), torch.device(device), local_updates)
+        needs = Needs(num_parameters, 4.0 * num_parameters, local_updates)
+        found = check_memories(needs, torch.device(device))
         return [finding.subject for finding in found if finding.advice]
 
     assert faults(350_000_000, "cpu") == ["memory"] and faults(280_000_000, "cpu") == []
@@ -130,7 +133,7 @@ def test_memory(monkeypatch):
     assert faults(350_000_000, "cuda") == []
     assert faults(350_000_000, "cuda", local_updates=True) == ["GPU memory"]
     assert faults(10**9, "cuda") == ["memory", "GPU memory", "/dev/shm"]
-    *_, last = check_memories(Sizes(10**9), torch.device("cpu"), False)
+    *_, last = check_memories(Needs(10**9, 4e9), torch.device("cpu"))
     assert last.line.startswith("FAILED  /dev/shm: 9.0 GB free, about 24.0 needed. Enlarge it")
 
 
@@ -138,12 +141,38 @@ def test_memory_of_adapters(monkeypatch):
     """A base of 8 billion parameters, with adapters of 42 million: 16 bytes of each of those on the GPU."""
     monkeypatch.setattr(check.psutil, "virtual_memory", lambda: SimpleNamespace(available=13e9))
     monkeypatch.setattr(check.torch.accelerator, "get_memory_info", lambda _device: (24e9, 24e9))
-    sizes = Sizes(42_000_000, frozen=16.1e9, activations=4.0e9, text=": 16.1 for the base, and so on")
-    machine, *_ = check_memories(sizes, torch.device("cpu"), False)
+    monkeypatch.setattr(check, "has_own_memory", lambda device: device.type == "cuda")
+    needs = Needs(42_000_000, 4.2e9, frozen=16.1e9, text=": 16.1 for the base, and so on")
+    machine, *_ = check_memories(needs, torch.device("cpu"))
     assert machine.line.startswith("FAILED  memory: 13.0 GB free, about 22.6 needed: 16.1 for the base")
-    machine, gpu, shared = check_memories(sizes, torch.device("cuda"), False)
-    assert gpu.line.startswith("ok      GPU memory: 24.0 GB free, about 20.8 needed: 16.1 for")
-    assert "about 2.0 needed" in machine.text and "base" not in shared.text
+    machine, gpu, shared = check_memories(needs, torch.device("cuda"))
+    assert gpu.line.startswith("ok      GPU memory: 24.0 GB free, about 20.6 needed: 16.1 for")
+    assert "about 2.2 needed" in machine.text and "base" not in shared.text
+    first, second = [finding for finding in check_memories(needs, torch.device("cuda"), 2) if "GPU" in finding.subject]
+    assert (first.subject, second.subject) == ("GPU 0 memory", "GPU 1 memory")
+
+
+def test_memory_that_a_gpu_shares_with_the_machine_is_counted_once(monkeypatch):
+    monkeypatch.setattr(check.psutil, "virtual_memory", lambda: SimpleNamespace(available=13e9))
+    needs = Needs(42_000_000, 4.2e9, frozen=16.1e9)
+    rows = {finding.subject: finding for finding in check_memories(needs, torch.device("mps"))}
+    assert "GPU memory" not in rows and "about 22.6 needed" in rows["memory"].text
+
+
+@pytest.mark.parametrize(("local_updates", "number"), [(False, 1), (True, 2)])
+def test_trial_has_all_copies_of_training(monkeypatch, local_updates, number):
+    """Sums and inner moments were missing: 1.4 and 2.8 GB of 350 million parameters."""
+    copies = missing_copies(torch.nn.Linear(3, 2), local_updates)
+    assert sum(copy.numel() for copy in copies) == number * 8 and {copy.dtype for copy in copies} == {torch.float32}
+
+
+@pytest.mark.parametrize(("dtype", "advice"), [(torch.float16, "Pass --bf16"), (None, "check the data")])
+def test_loss_that_is_not_finite_fails(monkeypatch, dtype, advice):
+    samples = Samples()
+    samples.task.compute_loss = lambda model, batch: model(batch).float().mean() * math.inf
+    monkeypatch.setattr(check, "autocast_dtype", lambda args: dtype)
+    with pytest.raises(UserError, match=f"the loss of a micro-batch of 1 is -?(inf|nan).*{advice}"):
+        measure_device(samples, ARGS, 1, RUNNING, range(16))
 
 
 def test_addresses():

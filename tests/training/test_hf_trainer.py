@@ -284,3 +284,44 @@ def test_accelerators_other_than_cuda_are_used(monkeypatch, has_bf16, expected):
     if not has_bf16:
         with pytest.raises(UserError, match="--bf16: mps has no bfloat16; pass --fp16"):
             autocast_dtype(LocalTrainingArguments(bf16=True))
+
+
+@pytest.mark.parametrize(
+    ("names", "has_adapters", "number", "warning"),
+    [
+        (["RTX 4090", "RTX 4090"], False, 2, ""),
+        (["RTX 4090", "GT 710"], False, 1, "Not used beside RTX 4090: GPU 1 (GT 710)"),
+        (["RTX 4090", "RTX 4090", "GT 710"], False, 2, "GPU 2 (GT 710)"),
+        (["RTX 4090", "GT 710", "RTX 4090"], False, 1, "GPU 1 (GT 710), GPU 2 (RTX 4090)"),
+        (["RTX 4090", "RTX 4090"], True, 1, "a trainer uses one GPU: start one for each of the 2"),
+        (["RTX 4090"], True, 1, ""),
+    ],
+)
+def test_only_gpus_like_the_first_are_used_together(monkeypatch, caplog, names, has_adapters, number, warning):
+    """A display card would end the trainer, or slow it down."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number=0: names[number])
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda number: (8, 9) if "RTX" in names[number] else (3, 5)
+    )
+    monkeypatch.setattr("cotrain.training.hf_trainer.supports_bf16", lambda device: True)
+    assert choose_devices(LocalTrainingArguments(), has_adapters) == (torch.device("cuda", 0), number)
+    assert warning in caplog.text and bool(caplog.text) == bool(warning)
+
+
+def test_trainer_has_as_many_replicas_as_devices_were_chosen(tmp_path, monkeypatch):
+    """transformers takes all visible GPUs."""
+    calls = []
+
+    class Replicas(torch.nn.DataParallel):
+        def __init__(self, model: torch.nn.Module, device_ids: list[int]):
+            torch.nn.Module.__init__(self)
+            calls.append(device_ids)
+
+    monkeypatch.setattr(torch.nn, "DataParallel", Replicas)
+    trainer = build_trainer(tmp_path)
+    for number in (1, 2):
+        trainer.args._n_gpu = number
+        trainer._wrap_model(trainer.model)
+    assert calls == [[0, 1]]

@@ -314,7 +314,7 @@ def test_peer_whose_gradients_all_overflow_is_told_what_to_do(session, monkeypat
     dtype = torch.float16 if flags == "fp16" else None
     monkeypatch.setattr(session_module, "autocast_dtype", lambda args, device: dtype)
     monkeypatch.setattr(session_module, "supports_bf16", lambda device: has_bf16)
-    for number in range(49):
+    for _ in range(49):
         session.after_local_step()
     assert "finite gradients" not in caplog.text
     session.after_local_step()
@@ -322,13 +322,13 @@ def test_peer_whose_gradients_all_overflow_is_told_what_to_do(session, monkeypat
     caplog.clear()
     session.optimizer.num_computed += 8
     session.after_local_step()
-    for number in range(49):
+    for _ in range(49):
         session.after_local_step()
     assert "finite gradients" not in caplog.text
 
 
 def test_parameters_are_read_once_they_have_changed(session, monkeypatch):
-    """The check waits for the GPU and reads 4 bytes for a parameter. Local steps between two global ones change none."""
+    """The check waits for the GPU and reads all. Local steps between two global ones change none."""
     checks = []
     monkeypatch.setattr(session_module, "all_finite", lambda tensors: checks.append(True) or True)
     for _ in range(10):

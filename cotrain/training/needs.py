@@ -1,0 +1,102 @@
+"""The memory that a trainer needs, and the micro-batch that fits."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from hivemind.utils import get_logger
+
+from cotrain.arguments import DEFAULT_BATCH_SIZE, TrainerArguments
+from cotrain.common.batch_size import fit_batch_size
+from cotrain.data.manifest import Manifest
+from cotrain.models.memory import base_bytes, micro_batch_bytes
+from cotrain.models.model import build_without_weights, enable_gradient_checkpointing
+from cotrain.tasks.task_loading import load_task
+from cotrain.training.hf_trainer import autocast_dtype
+
+logger = get_logger(__name__)
+
+# Copies of the trained parameters on a GPU beside a micro-batch with its gradients, see docs/gpus.md: model and sum of
+# the gradients; with local updates model and two moments
+GPU_COPIES, GPU_COPIES_OF_LOCAL_UPDATES = 2, 3
+# At the start, or with local updates while a round begins or ends, without a micro-batch
+GPU_COPIES_ALONE, GPU_COPIES_OF_LOCAL_UPDATES_ALONE = 4, 7
+
+SAFE = 0.85  # of the free memory; the rest is for fragmentation and for what CUDA keeps in float32
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a trainer needs memory for: the number of trained parameters, and bytes.
+
+    :ivar micro_batch: at the peak of a micro-batch, with the gradients
+    :ivar frozen: of the base model of adapters
+    """
+
+    trained: int
+    micro_batch: float
+    local_updates: bool = False
+    frozen: float = 0.0
+    text: str = ""
+
+    @property
+    def on_gpu(self) -> float:
+        beside, alone = (GPU_COPIES, GPU_COPIES_ALONE)
+        if self.local_updates:
+            beside, alone = GPU_COPIES_OF_LOCAL_UPDATES, GPU_COPIES_OF_LOCAL_UPDATES_ALONE
+        return self.frozen + max(alone * 4.0 * self.trained, beside * 4.0 * self.trained + self.micro_batch)
+
+
+def plan(args: TrainerArguments, batch_size: int | None = None) -> Needs:
+    """Compute what a language model needs, before its weights are downloaded."""
+    task, training = load_task(args.dataset), args.training
+    batch_size = batch_size or training.per_device_train_batch_size or DEFAULT_BATCH_SIZE
+    is_adapted = args.dataset.lora_rank is not None
+    model = (task.build_model() if is_adapted else build_without_weights(task.config)).train()
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    frozen, base_path = base_bytes(model, args.dataset.load_in_4bit), Path(args.dataset.model_name_or_path)
+    if is_adapted and base_path.is_dir() and not args.dataset.load_in_4bit:  # the base may be in float32
+        frozen = float(sum(file.stat().st_size for file in base_path.glob("model*.safetensors"))) or frozen
+    if training.gradient_checkpointing:
+        enable_gradient_checkpointing(model)
+    length, dtype = Manifest.load(args.dataset.dataset_path).max_seq_length, autocast_dtype(training)
+    peak = micro_batch_bytes(model, batch_size, length, dtype, task.objective.has_sentence_order)
+    shown = "?" if peak is None else f"{peak / 1e9:.1f}"
+    text = f": {frozen / 1e9:.1f} for the base, {shown} for {batch_size} x {length:,} tokens"
+    text += f", the rest for {trained / 1e6:,.1f} million trained parameters"
+    return Needs(trained, max(peak or 0.0, 4.0 * trained), training.local_updates, frozen, text)
+
+
+def set_batch_size(args: TrainerArguments, device: torch.device) -> None:
+    """Choose the micro-batch by the memory of the GPU, unless a flag has; on a CPU DEFAULT_BATCH_SIZE."""
+    if args.training.per_device_train_batch_size is not None:
+        return
+    args.training.per_device_train_batch_size = DEFAULT_BATCH_SIZE
+    if device.type == "cpu" or args.dataset.task is not None:
+        return
+    try:
+        free = torch.accelerator.get_memory_info(device)[0]
+    except RuntimeError:  # not every kind tells
+        return
+    one, two = plan(args, 1), plan(args, 2)
+    per_sample = max(1.0, two.micro_batch - one.micro_batch)
+    fixed = replace(one, micro_batch=one.micro_batch - per_sample).on_gpu
+    size = args.training.per_device_train_batch_size = fit_batch_size(SAFE * free, fixed, per_sample)
+    logger.info(
+        f"--per_device_train_batch_size {size}: {free / 1e9:.1f} GB of GPU memory are free, and a sample takes "
+        f"{per_sample / 1e9:.2f} GB"
+    )
+
+
+def missing_copies(model: torch.nn.Module, local_updates: bool) -> list[torch.Tensor]:
+    """Return tensors in place of what training keeps on the device beside model and gradients."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    number = (GPU_COPIES_OF_LOCAL_UPDATES if local_updates else GPU_COPIES) - 1
+    return [torch.zeros_like(parameter, dtype=torch.float32) for parameter in trained for _ in range(number)]
+
+
+def has_own_memory(device: torch.device) -> bool:
+    """Whether a device has memory beside that of the machine. Apple's GPUs and integrated ones share it."""
+    if device.type == "cuda":
+        return not getattr(torch.cuda.get_device_properties(device), "is_integrated", False)
+    return device.type not in ("cpu", "mps")
