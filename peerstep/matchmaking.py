@@ -22,7 +22,7 @@ from hivemind.averaging.control import AveragingStage, StepControl
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.matchmaking import Matchmaking
 from hivemind.dht import DHT
-from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID
+from hivemind.p2p import P2P, P2PContext, PeerID
 from hivemind.proto import averaging_pb2
 from hivemind.utils import get_logger
 from hivemind.utils.crypto import RSAPrivateKey
@@ -298,7 +298,7 @@ class StepMatchmaking(Matchmaking):
                     for peer_id, asked in joined.items():
                         asked.answer.set_result(None if peer_id == leader else leader)
                     message = await self._await_begin(stream, search, leader)
-        except (TimeoutError, StopAsyncIteration, P2PDaemonError, P2PHandlerError, OSError) as error:
+        except Exception as error:  # whatever it answers, such as no protobuf, the search goes on with others
             logger.debug(f"{leader} does not lead step {control.step}: {error!r}")
             search.failures[leader] = time.monotonic(), "could not be reached"
             return None
@@ -306,7 +306,9 @@ class StepMatchmaking(Matchmaking):
             search.leader = None
         if message.code == averaging_pb2.BEGIN_ALLREDUCE:
             return await self._accept_group(search, leader, own, message)
-        search.failures[leader] = time.monotonic(), averaging_pb2.MessageCode.Name(message.code)
+        is_known = message.code in averaging_pb2.MessageCode.values()
+        code = averaging_pb2.MessageCode.Name(message.code) if is_known else f"unknown code {message.code}"
+        search.failures[leader] = time.monotonic(), code
         other, excluded = read_peer_id(message.suggested_leader), {self.peer_id, leader, *search.given_up}
         if redirected or other is None or other in excluded or not self.conduct.may_lead(other):
             return None

@@ -10,6 +10,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+from google.protobuf.message import DecodeError
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.p2p import P2PDaemonError, PeerID, ServicerBase
@@ -204,6 +205,22 @@ async def test_next_peer_leads_if_the_first_are_unreachable(state, number):
     getattr(network, state).update(ids[:number])
     assert_one_group(await network.find(ids[number:]), ids[number:])
     assert network.peers[ids[number]].missed == dict.fromkeys(ids[:number], "could not be reached")
+
+
+@pytest.mark.parametrize(
+    "answer", [averaging_pb2.MessageFromLeader(code=777), DecodeError("no protobuf"), TypeError()]
+)
+async def test_search_goes_on_whatever_a_leader_answers(answer):
+    """One key that answered with an unknown code ended the search of all others, at each step that it led."""
+    network, (leader, *others) = make_network(4)
+
+    async def answer_falsely(_request, _context):
+        if isinstance(answer, Exception):
+            raise answer
+        yield answer
+
+    network.peers[leader].rpc_join_group = answer_falsely
+    assert_one_group(await network.find(others), others)
 
 
 async def test_abandoned_leader_is_not_asked_again_through_its_followers():
