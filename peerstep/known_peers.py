@@ -31,7 +31,8 @@ class KnownPeers:
     run: bytes  # tells runs, models and kinds of rounds apart
     public_keys: dict[PeerID, bytes] = field(default_factory=dict)  # peers -> subkeys of their records
     _seen: dict[PeerID, float] = field(default_factory=dict)  # when they were in a roster (`time.monotonic`)
-    _asked_at: dict[PeerID, float] = field(default_factory=dict)  # of the newest claims of members
+    # Leader and member -> time of the newest claims in its lists, which it knows, too: nobody makes its list look old
+    _asked_at: dict[tuple[PeerID, PeerID], float] = field(default_factory=dict)
     _signed_at: float = 0.0  # of this peer's newest claims
 
     def update(self, present: Mapping[PeerID, bytes]) -> None:
@@ -41,11 +42,15 @@ class KnownPeers:
         self._seen = {peer_id: seen for peer_id, seen in self._seen.items() if now < seen + KNOWN_SECONDS}
         keys = {**self.public_keys, **present}
         self.public_keys = {peer_id: key for peer_id, key in keys.items() if peer_id in self._seen}
-        self._asked_at = {peer_id: newest for peer_id, newest in self._asked_at.items() if peer_id in self._seen}
+        self._asked_at = {pair: newest for pair, newest in self._asked_at.items() if self._seen.keys() >= {*pair}}
 
-    def record_members(self, claims: Mapping[PeerID, Claims]) -> None:
-        """Record the claims of the members of this peer's group: older ones no longer count."""
-        self._asked_at |= {peer_id: of_peer.asked_at for peer_id, of_peer in claims.items()}
+    def record_members(self, leader: PeerID, claims: Mapping[PeerID, Claims]) -> None:
+        """Record the claims in a leader's list: older ones no longer count in another one."""
+        self._asked_at |= {(leader, peer_id): of_peer.asked_at for peer_id, of_peer in claims.items()}
+
+    def is_fresh(self, leader: PeerID, peer_id: PeerID, asked_at: float, seconds: float = STALE_SECONDS) -> bool:
+        """Whether claims to a leader are newer than those in its lists, and from at most `seconds` ago or ahead."""
+        return asked_at > self._asked_at.get((leader, peer_id), -1.0) and abs(run_time() - asked_at) <= seconds
 
     def sign(self, packed: bytes, step: int, leader: PeerID, silent: Iterable[PeerID]) -> bytes:
         """Return this peer's entry for the list of a leader: its claims, packed, with its signature."""
@@ -71,8 +76,7 @@ class KnownPeers:
         for peer_id in entries.keys() - {self.peer_id}:
             if not (is_signed := self.has_signed(peer_id, step, leader, entries[peer_id])):
                 raise ValueError(f"{peer_id} {'is unknown' if is_signed is None else 'has not signed its entry'}")
-            asked_at = claims[peer_id].asked_at
-            if asked_at <= self._asked_at.get(peer_id, -1.0) or abs(run_time() - asked_at) > STALE_SECONDS:
+            if not self.is_fresh(leader, peer_id, claims[peer_id].asked_at):
                 raise ValueError(f"an old entry of {peer_id}")
         if not any(of_peer.bandwidth for of_peer in claims.values()):
             raise ValueError("nobody reduces")

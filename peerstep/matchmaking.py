@@ -29,7 +29,7 @@ from hivemind.utils.crypto import RSAPrivateKey
 
 from peerstep.claims import SIGNATURE_BYTES, deal, parse_claims, rank
 from peerstep.conduct import Conduct
-from peerstep.known_peers import MAX_HELD_REQUESTS, KnownPeers, parse_list, read_peer_id
+from peerstep.known_peers import MAX_HELD_REQUESTS, STALE_SECONDS, KnownPeers, parse_list, read_peer_id
 
 logger = get_logger(__name__)
 
@@ -239,7 +239,9 @@ class StepMatchmaking(Matchmaking):
                 continue
             if request.is_signed is None:
                 request.is_signed = self._known.has_signed(peer_id, request.step, self.peer_id, request.entry)
-            if request.is_signed:
+            asked_at = parse_claims(request.entry[:-SIGNATURE_BYTES]).asked_at
+            # Half of the time: the members' clocks may differ from this one
+            if request.is_signed and self._known.is_fresh(self.peer_id, peer_id, asked_at, STALE_SECONDS / 2):
                 joined[peer_id] = request
         return joined
 
@@ -265,7 +267,7 @@ class StepMatchmaking(Matchmaking):
 
     def _deal(self, search: Search, entries: Mapping[PeerID, bytes], leader: PeerID) -> GroupInfo:
         claims = {peer_id: parse_claims(entry[:-SIGNATURE_BYTES]) for peer_id, entry in entries.items()}
-        self._known.record_members(claims)
+        self._known.record_members(leader, claims)
         search.listed, self.led_by = claims.keys(), leader
         groups = deal(search.control.step, claims, self.target_group_size)
         return next(group for group in groups if self.peer_id in group)

@@ -639,6 +639,35 @@ async def test_claims_cannot_be_used_again():
     search.cancel()
 
 
+@pytest.mark.parametrize("asked_at", [0.0, -3000.0, 3000.0, 1e12])
+async def test_leader_lists_no_claims_that_members_refuse(asked_at):
+    """One key with an old entry made all honest leaders lead no more."""
+    network, ids = make_network(4)
+    false = ids[3]
+    asked_at = run_time() + asked_at if abs(asked_at) == 3000.0 else asked_at
+    network.peers[false]._known.sign = lambda packed, step, leader, silent: entry_of(
+        false, leader, Claims(100.0, asked_at=asked_at), step
+    )
+    searches = [network.search(peer_id)[1] for peer_id in ids]
+    assert_one_group(await asyncio.wait_for(asyncio.gather(*searches[:3]), 60.0), ids[:3])
+    assert all(network.peers[peer_id].conduct.may_lead(ids[0]) for peer_id in ids[1:3])
+    searches[3].cancel()
+
+
+async def test_claims_in_the_list_of_one_leader_do_not_age_those_in_that_of_another():
+    """A peer that sets its clock ahead in a round which a leader misses would make its next list look old."""
+    network, ids = make_network(4)
+    step = next(step for step in range(2, 99) if min(ids, key=lambda peer_id: rank(step, peer_id)) == ids[1])
+    ahead = Claims(100.0, asked_at=run_time() + 1000.0)
+    signs = network.peers[ids[3]]._known.sign
+    network.peers[ids[3]]._known.sign = lambda packed, step, leader, silent: entry_of(ids[3], leader, ahead, step)
+    assert_one_group(await network.find([ids[0], *ids[2:]], timeout=60.0), [ids[0], *ids[2:]])
+    network.peers[ids[3]]._known.sign = signs
+    network.know(ids)
+    assert_one_group(await network.find(ids, step, timeout=60.0), ids)
+    assert all(network.peers[peer_id].conduct.may_lead(ids[1]) for peer_id in ids)
+
+
 async def test_groups_without_most_peers_are_not_joined():
     """In a group of two, nothing bounds what the leader sends."""
     network, ids = make_network(5)
