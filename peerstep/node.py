@@ -186,6 +186,12 @@ class DHTProtocol(dht_protocol.DHTProtocol):
             num_bytes += len(result.value)
         return response
 
+    async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
+        request.in_cache[:] = [False] * len(
+            request.in_cache
+        )  # one cached record would hide all others
+        return await super().rpc_store(request, context)
+
     async def call_find(self, peer: PeerID, keys: Collection[DHTID]) -> dict | None:
         """Ask a node for keys, and again for those that it left out. Call a few of the nodes that it names."""
         ask, unknown = super().call_find, set()

@@ -5,10 +5,12 @@ import time
 
 import pytest
 from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 
 from peerstep import node as own_node
+from peerstep.clock import run_time
 from peerstep.node import node_id_of
 from tests.support.dht_nodes import Nodes, invent_peers, make_hostile, report_keys
 
@@ -72,6 +74,24 @@ async def test_node_is_where_its_key_places_it():
         assert table.uid_to_peer_id == before and table.get(node_id=target.node_id) == target.peer_id
         assert hostile.num_stored == num_stored, "records were sent to a place that it has chosen"
         assert await nodes.read_all() == [[1, 1]] * 2
+
+
+async def test_record_in_the_caches_of_others_hides_none():
+    """A newcomer found no donor but the one that had asked each node to cache its later offer."""
+    async with Nodes(is_local=True) as nodes:
+        for _ in range(5):
+            await nodes.add()
+        (stranger, subkey), *honest = reversed(nodes.honest)
+        key, name = DHTID.generate("run_state_averager.all_averagers"), "run_state_averager.all_averagers"
+        await asyncio.gather(*(node.store(name, 5.0, run_time() + 40.0, subkey=own) for node, own in honest))
+        protocol, expiration = stranger.protocol, run_time() + 170.0
+        packed = [protocol.serializer.dumps(value) for value in (subkey, 9.0)]
+        signed = protocol.record_validator.sign_value(DHTRecord(key.to_bytes(), *packed, expiration))
+        for node, _ in honest:
+            await protocol.call_store(node.peer_id, [key], [signed], expiration, subkeys=[subkey], in_cache=True)
+        protocol.storage.clear()
+        found = await (await nodes.add()).get(name)
+        assert {own for _, own in honest} <= found.value.keys()
 
 
 async def test_table_is_bounded_however_many_keys_call():
