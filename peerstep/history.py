@@ -84,13 +84,14 @@ class Side:
     def outranks(self, other: "Side") -> bool:
         """Whether the trainers of another side, which is apart, join this one. Both come to the same decision.
 
-        The smaller side joins the larger one, whatever steps it claims. Who has no mark joins, or the lower step if
-        both have none: it may be a newcomer.
+        The smaller side joins the larger one, whatever steps and marks it claims. Who has taken no step joins anybody
+        who has. Without a common mark, of two sides of one size that without marks joins, or the lower step.
         """
         own, others = self.position, other.position
         different = different_marks(own.marks, others.marks)
         if different is None and not (own.marks and others.marks):
-            return (bool(own.marks), own.step) > (bool(others.marks), others.step)
+            mine, theirs = (own.step > 0, self.size), (others.step > 0, other.size)
+            return (*mine, bool(own.marks), own.step) > (*theirs, bool(others.marks), others.step)
         if different:  # the IDs of one step, which no longer changes
             own_id, other_id = different[-1]
             return (self.size, own_id) > (other.size, other_id)

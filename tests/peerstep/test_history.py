@@ -31,9 +31,13 @@ def marks(history: str, steps: range = range(8, 72, 8)) -> Marks:
         (Position(41, marks("abbb")), 2, Position(40, marks("accc")), 2, True),
         (Position(30, marks("aaa")), 2, Position(40, marks("aaaa")), 2, True),  # it has slept
         (Position(30, marks("aaa")), 2, Position(40, marks("aaab")), 1, False),  # it was alone
-        (Position(30, ()), 9, Position(40, marks("aaaa")), 1, True),  # a run without a mark is a new one
+        (Position(0, ()), 9, Position(40, marks("aaaa")), 1, True),  # newcomers
+        (Position(0, ()), 9, Position(40, ()), 1, True),
+        (Position(30, ()), 9, Position(40, marks("aaaa")), 1, False),  # one key may state any marks
+        (Position(30, ()), 1, Position(40, marks("aaaa")), 1, True),  # a run without a mark is a new one
         (Position(30, marks("aaa")), 9, Position(30_000, ()), 1, False),
-        (Position(30, ()), 9, Position(40, ()), 1, True),  # nothing is known
+        (Position(30, ()), 9, Position(40, ()), 1, False),
+        (Position(30, ()), 1, Position(40, ()), 1, True),  # nothing is known
         (Position(90, marks("aaa")), 3, Position(2**30, marks("lie", range(2**30 - 24, 2**30, 8))), 1, False),
     ],
 )

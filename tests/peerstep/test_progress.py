@@ -434,7 +434,7 @@ OLD = [[8, 12 * "1"]]
         (11, [(11, OLD), (11, OLD), (40, OLD)], None),  # the larger side stays
         (40, [(11, OLD), (11, OLD), (11, OLD)], 11),
         (11, [(30_000, [])], None),  # who has no mark knows no history
-        (0, [(40, []), (1, [])], 40),  # nothing is known of the histories
+        (0, [(40, []), (40, []), (1, [])], 40),  # nothing is known of the histories
         (40, [(0, []), (0, []), (0, [])], None),  # newcomers
     ],
 )
