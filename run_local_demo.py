@@ -40,7 +40,7 @@ TARGET_BATCH_SIZE = 512
 LEARNING_RATE = 0.06  # the loss falls from 8.3 to 7 in 10 steps; with 0.1 it soon oscillates
 
 WORD_SECONDS = 10.0  # without a step, after which the newest line of the logs is shown
-STOP_SECONDS = 20.0  # seconds; a trainer ends by itself within 15
+STOP_SECONDS = 40.0  # seconds; a trainer ends by itself within 35
 STALL_TIMEOUT = 300.0  # seconds without a new step; with ten other busy processes on two cores, a first step took 80
 
 

@@ -23,6 +23,7 @@ from cotrain.training.builders import build_optimizer
 from cotrain.training.hf_trainer import choose_devices
 from cotrain.training.loop import TrainingLoop, open_loop
 from cotrain.training.session import open_session
+from cotrain.training.start import STOP_GRACE
 from peerstep.processes import call_off_exits
 
 
@@ -46,7 +47,7 @@ def join_run(
     report_uncaught_errors()
     with contextlib.ExitStack() as stack:
         stack.callback(call_off_exits)
-        stop = stack.enter_context(StopSignal())
+        stop = stack.enter_context(StopSignal(STOP_GRACE))
         own_flags = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": 1, **flags}
         own_flags["output_dir"] = flags.get("output_dir") or _lock_free_folder(stack)
         command_line = KeywordParser(TRAINER_ARGUMENTS, "join_run").parse_keywords(own_flags)

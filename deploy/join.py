@@ -21,7 +21,7 @@ from peerstep.processes import leave_with_parent
 # ALBERT-large with 512 tokens in mixed precision keeps 0.73 GiB of activations per sample, and needs another 0.2 GiB
 # for the logits of 30 000 tokens. CUDA, weights and gradients take 1 GiB; the rest is for fragmentation.
 GIB_FOR_SAMPLE, GIB_FOR_REST = 1.0, 2.0
-STOP_TIMEOUT = 30.0  # seconds; the trainer's own limit is 12
+STOP_TIMEOUT = 45.0  # seconds; the trainer's own limit is 32
 # Becomes a monitor of the trainer beside it, once that has printed its local address; other peers need not reach it
 MONITOR = """until address=$(grep -om1 -e '--initial_peers /ip4/[^ ]*' "$0"); do sleep 1; done
 exec "$1" run_training_monitor.py $address --host_maddrs /ip4/127.0.0.1/tcp/0 "${@:2}" &>monitor.log"""

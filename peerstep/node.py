@@ -187,9 +187,7 @@ class DHTProtocol(dht_protocol.DHTProtocol):
         return response
 
     async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
-        request.in_cache[:] = [False] * len(
-            request.in_cache
-        )  # one cached record would hide all others
+        request.in_cache[:] = [False] * len(request.in_cache)  # one cached record would hide all others
         return await super().rpc_store(request, context)
 
     async def call_find(self, peer: PeerID, keys: Collection[DHTID]) -> dict | None:

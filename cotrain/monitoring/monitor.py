@@ -182,7 +182,9 @@ class TrainingMonitor:
         leaving = [peer in published and published[peer]["leaving"] for peer in self.aggregator.contributors]
         if self.keeper is not None and downloads:
             step, are_leaving = self.aggregator.last_reported_step, 2 * sum(leaving) > len(leaving)
-            self.keeper.update(step, are_leaving, {trainer.key for trainer in trainers})
+            # Trainers that leave have said goodbye, and wait until their last step is saved.
+            there = {trainer.key for trainer in trainers}.union(self.aggregator.contributors if are_leaving else ())
+            self.keeper.update(step, are_leaving, there)
         if self.uploader is not None and downloads:
             self.uploader.update(page, run_is_over=bool(leaving) and all(leaving))
         status = MonitorStatus(stores_checkpoints=self.keeper is not None, checkpoint_step=checkpoint_step)

@@ -33,6 +33,7 @@ from cotrain.training import checkpoints
 from cotrain.training.checkpoints import SavedState
 from cotrain.training.device_errors import is_device_error
 from cotrain.training.hf_trainer import autocast_dtype
+from cotrain.training.start import LAST_STEP_SECONDS
 from peerstep import records as dht_records
 from peerstep.clock import run_time
 from peerstep.coordinator import Outcome, StepRecord
@@ -43,6 +44,7 @@ from peerstep.state_layout import StateLoadError, all_finite
 from peerstep.swarm import Swarm, supervise
 
 logger = get_logger(__name__)
+
 SKIPPED_STEPS = 50  # local steps without finite gradients, after which a peer says what to do; GradScaler says nothing
 
 
@@ -327,7 +329,10 @@ class TrainingSession:
         self.status.begin_at(self.optimizer.local_epoch)
 
     def leave(self) -> None:
-        """Report the last steps. After the last one of the run, wait until the organiser's monitors have saved it."""
+        """Report the last steps. Wait until the organiser's monitors have saved the newest one if nobody else has it.
+
+        That is so after the last step of the run, and if all trainers leave at the same time.
+        """
         self.optimizer.finish_pending_update()
         self.optimizer.stop_averaging()
         self._report_steps()
@@ -338,16 +343,26 @@ class TrainingSession:
             logger.info(describe_last_step(step) + (f" The model is in '{path}'" if path.is_dir() else ""))
         if (status := self.status.update()).computed or not is_over:  # not a late one, which found a finished run
             logger.info(describe_contribution(status))
+        is_last = is_over or (step > 0 and not self._others_train())
         with contextlib.suppress(Exception):  # hivemind's, if nobody answers any more
             # While all peers leave, the DHT takes seconds, and this peer less.
-            self.publish(leaving=is_over).result(timeout=self.MAX_STORE_SECONDS)
-        if not is_over:
-            return
-        deadline = time.monotonic() + self.args.leave_timeout
+            self.publish(leaving=is_last).result(timeout=self.MAX_STORE_SECONDS)
+        if is_last:
+            self._await_monitors(step, self.args.leave_timeout if is_over else LAST_STEP_SECONDS)
+
+    def _others_train(self) -> bool:
+        """Whether another trainer of the run is there: its report has not been replaced by a goodbye."""
+        records = dht_records.get_dictionary(self.peer.dht, f"{self.args.run_id}_training_progress")
+        own = self.peer.public_key
+        return any(record.value is not None for subkey, record in records.items() if subkey != own)
+
+    def _await_monitors(self, step: int, seconds: float) -> None:
+        """Wait until the organiser's monitors have saved a step, at most some seconds."""
+        deadline, is_asked = time.monotonic() + seconds, self.should_stop()
         config = self.relay.config
         # Anybody may claim to be a monitor that has not saved the step.
         monitors = {*map(peer_id_in, self.args.initial_peers), config and config.organiser}
-        while time.monotonic() < deadline and not self.should_stop():
+        while time.monotonic() < deadline and (is_asked or not self.should_stop()):
             self.watchdog.record_work()
             records = dht_records.get_dictionary(self.peer.dht, f"{self.args.run_id}_monitor").items()
             statuses = [record.value for subkey, record in records if signer_of(subkey) in monitors]

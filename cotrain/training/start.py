@@ -11,10 +11,13 @@ from cotrain.common.errors import TemporaryError, UserError, require_packages
 from cotrain.common.signals import StopSignal
 from cotrain.status.status import describe_last_step, recorded_start, show_status
 
+LAST_STEP_SECONDS = 20.0  # for which a stopped trainer waits for a monitor to save a step that nobody else has
+STOP_GRACE = 12.0 + LAST_STEP_SECONDS  # seconds from a signal to the end
+
 
 def start_trainer(train: Callable[[TrainerArguments, StopSignal], None], description: str) -> None:
     """Parse the command line, and train with the settings of the run, or do what --status or --check asks for."""
-    with StopSignal() as stop:
+    with StopSignal(STOP_GRACE) as stop:
         from cotrain.common.argument_parser import ArgumentParser
 
         command_line = ArgumentParser(TRAINER_ARGUMENTS, description).parse()

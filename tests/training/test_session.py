@@ -19,6 +19,7 @@ from cotrain.status.client_mode import ClientModeAlarm
 from cotrain.training import checkpoints
 from cotrain.training import session as session_module
 from cotrain.training.session import TrainingSession
+from cotrain.training.start import LAST_STEP_SECONDS
 from peerstep import records as dht_records
 from peerstep.coordinator import Outcome, StepRecord
 from peerstep.records import signer_of
@@ -247,7 +248,9 @@ def test_run_of_clients_only_is_warned_about_once(caplog, modes, warns):
 
 def test_trainer_ends_with_the_run_and_waits_for_the_last_checkpoint(session, clock, monkeypatch):
     asked = []
-    monkeypatch.setattr(dht_records, "get_dictionary", lambda dht, key: asked.append(key) or {})
+    others = {b"other": SimpleNamespace(value={})}
+    answers = {"run_training_progress": others, "run_monitor": {}}
+    monkeypatch.setattr(dht_records, "get_dictionary", lambda dht, key: asked.append(key) or answers[key])
     session.args.ends_at = "2100-01-02T12:30"
     assert session.after_local_step()
     session.leave()
@@ -255,7 +258,42 @@ def test_trainer_ends_with_the_run_and_waits_for_the_last_checkpoint(session, cl
     clock.now = session.args.end_time
     assert not session.after_local_step()
     session.leave()
-    assert session.stored["run_trainers"][b"key"].value["leaving"] and asked == ["run_monitor"]
+    assert session.stored["run_trainers"][b"key"].value["leaving"] and asked == [
+        "run_training_progress",
+        "run_monitor",
+    ]
+
+
+@pytest.mark.parametrize("other", ["left", "trains", "none"])
+def test_trainers_that_all_leave_wait_until_a_monitor_has_their_last_step(session, clock, monkeypatch, caplog, other):
+    """The monitor's checkpoint was four steps old when everybody had left."""
+    saved = iter([5, 8, 9, 9])
+    subkey = RSASignatureValidator(RSAPrivateKey()).local_public_key
+    reports = {session.peer.public_key: {}, b"other": {} if other == "trains" else None}
+    if other == "none":
+        del reports[b"other"]
+
+    def read(_dht, key: str) -> dict:
+        if key == "run_monitor":
+            return {subkey: SimpleNamespace(value={"stores_checkpoints": True, "checkpoint_step": next(saved)})}
+        return {name: SimpleNamespace(value=value) for name, value in reports.items()}
+
+    monkeypatch.setattr(dht_records, "get_dictionary", read)
+    session.relay = SimpleNamespace(config=SimpleNamespace(organiser=signer_of(subkey)), publish=lambda: None)
+    session.should_stop = lambda: True
+    session.leave()
+    assert session.stored["run_trainers"][b"key"].value["leaving"] == (other != "trains")
+    assert next(saved, None) == (5 if other == "trains" else 9)
+
+
+def test_stopped_trainer_waits_for_a_monitor_for_some_seconds_only(session, clock, monkeypatch, caplog):
+    subkey = RSASignatureValidator(RSAPrivateKey()).local_public_key
+    status = SimpleNamespace(value={"stores_checkpoints": True, "checkpoint_step": 0})
+    monkeypatch.setattr(dht_records, "get_dictionary", lambda _, key: {subkey: status} if "monitor" in key else {})
+    session.relay = SimpleNamespace(config=SimpleNamespace(organiser=signer_of(subkey)), publish=lambda: None)
+    session.should_stop, began_at = (lambda: True), clock.now
+    session.leave()
+    assert clock.now - began_at == LAST_STEP_SECONDS and "No monitor has saved step #9" in caplog.text
 
 
 @pytest.mark.parametrize("own_limit", [None, 99, 12])
@@ -294,7 +332,9 @@ def test_late_trainer_is_told_that_the_run_has_ended(session, monkeypatch, caplo
     assert "Thank you" not in caplog.text
 
 
-def test_trainer_goes_on_after_the_schedule_if_asked_to(session):
+def test_trainer_goes_on_after_the_schedule_if_asked_to(session, monkeypatch):
+    others = {b"other": SimpleNamespace(value={})}
+    monkeypatch.setattr(dht_records, "get_dictionary", lambda dht, key: others)
     session.arguments.training.total_steps, session.arguments.training.after_last_step = 9, "continue"
     assert session.after_local_step() and session.last_step is None
     session.leave()
