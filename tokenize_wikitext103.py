@@ -193,11 +193,19 @@ def open_work(args: TokenizationArguments) -> Iterator[Path]:
             yield work
         return
     others = {"num_proc", "debug", "preview", "overwrite", "output_path", "tokenizer_path", "cache_dir"}
-    settings = sorted((name, value) for name, value in asdict(args).items() if name not in others)
+    settings = [(name, value, describe_files(value)) for name, value in asdict(args).items() if name not in others]
+    settings.sort(key=lambda setting: setting[0])
     work = path.with_name(f"work-{hashlib.sha256(repr(settings).encode()).hexdigest()[:12]}")
     with lock_folder(work, "--cache_dir"):
         yield work
     shutil.rmtree(work)
+
+
+def describe_files(value: object) -> list[tuple[str, int, int]]:
+    """Return name, size and time of the files that a flag names, if any: others of the same name are another text."""
+    paths = sorted(glob.glob(value, recursive=True)) if isinstance(value, str) else []
+    files = (file for path in map(Path, paths) for file in (sorted(path.rglob("*")) if path.is_dir() else [path]))
+    return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
 
 
 def prepare(args: TokenizationArguments) -> Manifest:

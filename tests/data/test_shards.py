@@ -144,6 +144,24 @@ def test_interrupted_preparation_continues(tmp_path, public, monkeypatch, capsys
     assert list((tmp_path / "cache_dir").iterdir()) == []
 
 
+def test_a_text_that_was_replaced_is_another_preparation(tmp_path):
+    """It was prepared from the copy of the old text, with "Done"."""
+    text = tmp_path / "big.txt"
+    text.write_text("one\n", encoding="utf-8")
+    args = tokenize_wikitext103.TokenizationArguments(
+        train_file=str(tmp_path / "*.txt"), train_tokenizer=True, shard_size="1MB", archive=str(tmp_path / "x.tar.gz"),
+        cache_dir=str(tmp_path / "cache"),
+    )  # fmt: skip
+    works = []
+    for content in ("one\n", "two\n", "three\n"):
+        for _ in range(2):
+            with contextlib.suppress(KeyboardInterrupt), tokenize_wikitext103.open_work(args) as work:
+                works.append(work)
+                raise KeyboardInterrupt
+        text.write_text(content + content, encoding="utf-8")
+    assert works[0] == works[1] != works[2] == works[3] != works[4] == works[5] and len(set(works)) == 3
+
+
 def test_preparation_with_other_flags_begins_anew(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenize_wikitext103, "read_corpus", lambda *_: pytest.fail("the text is read"))
     args = partial(TokenizationArguments, cache_dir=str(tmp_path), archive="x.tar.gz", shard_size="1MB", sample=True)
