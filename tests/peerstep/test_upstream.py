@@ -43,6 +43,7 @@ TESTED = {
     "dht.routing": "87764ac02dad37ac",
     "dht.schema": "001a6b84fc4161e9",
     "dht.storage": "716d2792852c15de",
+    "dht.traverse": "f3851f026b0e039b",
     "dht.validation": "cb90f1cb7303af43",
     "optim.optimizer": "e991b49f4868358c",
     "optim.progress_tracker": "adfcd7467c78d666",
@@ -69,7 +70,7 @@ def catalogue_rows() -> dict[str, str]:
     """Return the rows of the catalogue's tables: first column -> the whole line."""
     return {
         match[1]: match[0]
-        for match in re.finditer(r"^\| `([a-z-]+)` \|.*$", CATALOGUE.read_text(encoding="utf-8"), re.M)
+        for match in re.finditer(r"^\| `([a-z][a-z-]*)` \|.*$", CATALOGUE.read_text(encoding="utf-8"), re.M)
     }
 
 

@@ -119,7 +119,8 @@ def parse(tmp_path, monkeypatch):
 
     monkeypatch.setattr(HfArgumentParser, "parse_args_into_dataclasses", parse)
     monkeypatch.chdir(tmp_path)
-    for name in ("my_text.txt", "chats.jsonl", "conversations.jsonl"):
+    Path("src").mkdir()
+    for name in ("my_text.txt", "corpus.txt", "src/program.py", "chats.jsonl", "conversations.jsonl"):
         Path(name).touch()
     for name in ("configs", "examples"):
         Path(name).symlink_to(ROOT / name)
