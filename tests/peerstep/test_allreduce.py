@@ -362,6 +362,36 @@ def test_refused_sender_is_not_waited_for():
     assert max(asyncio.run(scenario())[:2]) < 1.5
 
 
+class EmptyStreams(Group):
+    """Member 2 sends the others nothing after its first message, and answers them nothing."""
+
+    async def _open(self, sender: int, reducer: int, parts: AsyncIterator) -> AsyncIterator:
+        if reducer == 2:
+            return self._end()
+        if sender == 2:
+            return self._carry(reducer, self.members[reducer].reducer.answer(self.ids[2], self._end()))
+        return await super()._open(sender, reducer, parts)
+
+    async def _end(self) -> AsyncIterator:
+        for part in ():
+            yield part
+
+
+def test_streams_that_end_at_once_cost_their_member_alone(caplog):
+    async def run() -> EmptyStreams:
+        loop, group = asyncio.get_running_loop(), EmptyStreams([FAST] * 3)
+        loop.set_exception_handler(lambda _, context: errors.append(context))
+        await group.run()
+        return group
+
+    errors = []
+    group = asyncio.run(run())
+    assert not errors and not [record for record in caplog.records if record.exc_info]
+    assert [round(received(member), 1) for member in group.members[:2]] == [0.7, 0.7]
+    assert all(member.silent_reducers() == {group.ids[2]} for member in group.members[:2])
+    assert not any(member.violations or member.reducer.violations for member in group.members)
+
+
 # What members must not send
 
 

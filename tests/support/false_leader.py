@@ -79,7 +79,8 @@ class FalseLeader:
         """Return the handler of parts, which answers in false groups, too."""
 
         async def answer(stream, context):
-            first = await anext(stream)
+            if (first := await anext(stream, None)) is None:
+                return
 
             async def again():
                 yield first
