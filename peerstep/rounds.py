@@ -155,6 +155,7 @@ class RoundAverager(SafeAverager):
         # Group ID -> this peer's round, which is None if it was cancelled; None: it has ended
         self._rounds: dict[bytes, asyncio.Future[AllReduce | None] | None] = {}
         self._refused: deque[tuple[bytes, PeerID]] = deque(maxlen=256)  # group ID, and sender of a refused part
+        self._elsewhere: deque[tuple[bytes, PeerID]] = deque(maxlen=256)  # the same of unknown groups in this round
         self._waiting: Counter[PeerID] = Counter()  # streams of unknown groups
         self._reported: TimedStorage[PeerID, None] = TimedStorage()  # peers whose excesses were logged
         self._lock_pipe = threading.Lock()
@@ -247,6 +248,7 @@ class RoundAverager(SafeAverager):
         started, group = time.monotonic(), None
         begins: asyncio.Future[AllReduce | None] = asyncio.get_running_loop().create_future()
         control.stage = AveragingStage.LOOKING_FOR_GROUP
+        self._elsewhere.clear()
         try:
             try:
                 async with asyncio.timeout(control.deadline - run_time()):  # the all-reduce has a separate one
@@ -308,7 +310,8 @@ class RoundAverager(SafeAverager):
                 group.peer_ids,
                 silent=runner.silent_reducers(),
                 confirming=runner.confirming,
-                refusing=runner.refusing,
+                # A member reduces nothing, as a client, or this peer sends it none: it cannot refuse, but asks here.
+                refusing=runner.refusing | {peer for group, peer in self._elsewhere if group not in self._rounds},
             )
             if runner.reducer.num_awaited:
                 self._slow = runner.reducer.late
@@ -438,6 +441,7 @@ class RoundAverager(SafeAverager):
         # An unknown group: the leader's announcement may be one answer late; then this peer has left too early to
         # receive it.
         if group_id not in self._rounds:
+            self._elsewhere.append((group_id, sender))
             if self._waiting[sender] >= MAX_WAITING_STREAMS or self._waiting.total() >= MAX_WAITING_STREAMS_OF_ALL:
                 return None
             self._waiting[sender] += 1

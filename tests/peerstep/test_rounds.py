@@ -19,7 +19,7 @@ from peerstep.base import SafeAverager
 from peerstep.claims import Claims, deal
 from peerstep.compression import COMPRESSIONS
 from peerstep.conduct import Conduct
-from peerstep.rounds import RoundAverager
+from peerstep.rounds import RoundAverager, RoundResult
 from tests.support.false_leader import FalseLeader
 from tests.support.peers import Script, wait_until
 
@@ -112,7 +112,7 @@ class LateAverager(RoundAverager):
     """Averager without a process."""
 
     def __init__(self):
-        self._refused, self._waiting = [], Counter()
+        self._refused, self._elsewhere, self._waiting = [], [], Counter()
         known = b"called off", b"known, but never triggered", b"group"
         self._rounds = {b"finished": None, **{group: asyncio.get_running_loop().create_future() for group in known}}
         self._rounds[b"called off"].set_result(None)
@@ -193,11 +193,9 @@ def build_averager(peer_id: PeerID) -> RoundAverager:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("distance", "takes"), [(0.0, False), (1.0, False), (2000.0, True)])
-async def test_only_who_claims_to_lack_updates_takes_parameters_in_other_rounds(offline, clock, distance, takes):
-    """The other member is the only reducer, and claims that it lacks a thousand updates itself."""
-    averager, claims = build_averager(VICTIM), {VICTIM: Claims(0.0, distance), EVIL: Claims(20.0, 1000.0)}
-    averager._p2p, averager._matchmaking = None, SimpleNamespace(conduct=Conduct(VICTIM))
+async def average_in_false_group(averager: RoundAverager, claims: dict[PeerID, Claims]) -> RoundResult:
+    """Let the victim average in a group that the evil one has formed."""
+    averager._p2p, averager._matchmaking = None, SimpleNamespace(conduct=Conduct(VICTIM), request_timeout=0.5)
     (group,) = deal(3, claims, None)
     leader = FalseLeader(build_averager(EVIL), SimpleNamespace(peer_id=EVIL), "groups of two")
     leader._groups[group.group_id] = 3, group
@@ -207,6 +205,26 @@ async def test_only_who_claims_to_lack_updates_takes_parameters_in_other_rounds(
 
     averager.get_stub = lambda *_args, **_options: SimpleNamespace(rpc_aggregate_part=answer)
     control, begins = SimpleNamespace(step=3, weight=64.0), asyncio.get_running_loop().create_future()
-    result = await averager._average_in_group(control, group, EVIL, begins)
+    return await averager._average_in_group(control, group, EVIL, begins)
+
+
+@pytest.mark.parametrize(("distance", "takes"), [(0.0, False), (1.0, False), (2000.0, True)])
+async def test_only_who_claims_to_lack_updates_takes_parameters_in_other_rounds(offline, clock, distance, takes):
+    """The other member is the only reducer, and claims that it lacks a thousand updates itself."""
+    averager, claims = build_averager(VICTIM), {VICTIM: Claims(0.0, distance), EVIL: Claims(20.0, 1000.0)}
+    result = await average_in_false_group(averager, claims)
     assert (result.received_parameters is not None) == takes
     assert not result.is_far or takes
+
+
+@pytest.mark.parametrize(("group_id", "may_lead"), [(b"another", False), (b"ended", True)])
+async def test_members_that_ask_for_another_group_do_not_know_this_one(offline, clock, group_id, may_lead):
+    """They reduce nothing, so they refuse nothing. A leader kept three of four trainers as followers in this way."""
+    others = [PeerID(b"\x12\x20" + bytes([number] * 32)) for number in (2, 3)]
+    averager = build_averager(VICTIM)
+    averager._matchmaking, averager._rounds = SimpleNamespace(request_timeout=0.5), {b"ended": None}
+    for sender in others:
+        request = as_aiter(AveragingData(group_id=group_id))
+        assert [answer.code async for answer in averager._answer_part(request, sender)] == [BAD_GROUP_ID]
+    await average_in_false_group(averager, {EVIL: Claims(20.0)} | dict.fromkeys([VICTIM, *others], Claims(0.0)))
+    assert averager._matchmaking.conduct.may_lead(EVIL) == may_lead
