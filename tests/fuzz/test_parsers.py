@@ -13,12 +13,12 @@ import time
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import AsyncMock, Mock, patch
+from unittest.mock import AsyncMock, patch
 
 import pytest
 import torch
 from hivemind.compression import CompressionInfo, TensorRole, deserialize_torch_tensor
-from hivemind.dht.routing import DHTID
+from hivemind.dht.routing import DHTID, RoutingTable
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import PeerID, ServicerBase
@@ -48,7 +48,7 @@ from peerstep.compression import COMPRESSIONS
 from peerstep.history import MAX_STEP, NUM_MARKS, add_mark, parse_marks
 from peerstep.known_peers import MAX_HELD_REQUESTS, parse_list
 from peerstep.matchmaking import StepMatchmaking, parse_step
-from peerstep.node import DHTProtocol, bucket_of
+from peerstep.node import DHTProtocol, bucket_of, node_id_of
 from peerstep.progress_record import PeerProgress, parse_progress
 from peerstep.records import peer_id_of
 from peerstep.state_download import StateDownload, rank_donors
@@ -156,7 +156,8 @@ def read_found(response: dht_pb2.FindResponse) -> dict | None:
             1.0,
         )
         protocol.get_stub = lambda _peer: SimpleNamespace(rpc_find=AsyncMock(return_value=response))
-        protocol.routing_table, protocol.update_routing_table = Mock(), AsyncMock()
+        protocol.p2p, protocol.routing_table = SimpleNamespace(peer_id=PEER), RoutingTable(node_id_of(PEER), 20, 5)
+        protocol.update_routing_table, protocol.call_ping = AsyncMock(), AsyncMock()
         return await protocol.call_find(PEER, [DHTID.generate("run_metrics")])
 
     return asyncio.run(find())
