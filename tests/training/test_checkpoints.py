@@ -248,7 +248,7 @@ def keeper(tmp_path) -> Iterator[CheckpointKeeper]:
 def update(keeper: CheckpointKeeper, step: int) -> None:
     """Update a keeper with a step, and wait until its work is done."""
     keeper._backoff.reset()  # as if the pause after a failure were over
-    keeper.update(step, trainers_are_leaving=False)
+    keeper.update(step, False, {"one"})
     if keeper._pending is not None:
         keeper._pending.result()
 
@@ -258,7 +258,7 @@ def update(keeper: CheckpointKeeper, step: int) -> None:
 )
 def test_checkpoint_is_due_every_interval_and_when_trainers_leave(keeper, step, leaving, is_due):
     keeper.restore()  # there is none
-    keeper.update(step, leaving)
+    keeper.update(step, leaving, {"one"})
     assert (keeper._pending is not None) == is_due
 
 
