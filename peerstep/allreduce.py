@@ -54,7 +54,8 @@ def cut_tensors(
     """Cut this peer's tensors into the parts that each member reduces, in the order of the members.
 
     :param turn: differs in each round, so that what a member sends or receives too late is not always the same
-    :param outputs: receive the averages; for gradients they may be `tensors`
+    :param tensors: of any strides, as those of a model in `channels_last`; their elements are cut in the order of indices
+    :param outputs: contiguous; receive the averages. For gradients they may be `tensors`
     :param shares: of the members, of any sum; 0: the member reduces nothing
     :param weight, takers: see Part
     """
@@ -62,10 +63,12 @@ def cut_tensors(
     parts: list[list[Part]] = [[] for _ in shares]
     begin = 0
     for key, (tensor, output) in enumerate(zip(tensors, outputs, strict=True)):
+        if not tensor.numel():
+            continue
         info = CompressionInfo.from_tensor(tensor, key=key, role=role)
         chosen = compression.choose_compression(info)
         size = int(part_size_bytes / tensor.element_size() / chosen.estimate_compression_ratio(info))
-        pairs = zip(tensor.detach().view(-1).split(size), output.view(-1).split(size), strict=True)
+        pairs = zip(tensor.detach().reshape(-1).split(size), output.view(-1).split(size), strict=True)
         for number, (own, result) in enumerate(pairs):
             reducer = np.searchsorted(ends, begin + len(own) / 2)  # whose share has its middle
             part_info = info.get_part(number, size)

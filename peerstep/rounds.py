@@ -146,7 +146,7 @@ class RoundAverager(SafeAverager):
         self._peak_rate, self.learning_rate = learning_rate, multiprocessing.RawValue("d", learning_rate)
         self.gradients = [torch.zeros(parameter.shape).share_memory_() for parameter in parameters]
         self.parameters = [parameter.detach() for parameter in parameters]
-        self.averaged_parameters = [torch.zeros_like(tensor).share_memory_() for tensor in self.parameters]
+        self.averaged_parameters = [torch.zeros(p.shape, dtype=p.dtype).share_memory_() for p in self.parameters]
         self.requested_step = multiprocessing.RawValue("q", -1)  # step for which another peer asks for a group
         self._delivery = Delivery(0)  # of the newest round
         self._slow: set[PeerID] = set()  # senders that were late for a part of it

@@ -114,7 +114,7 @@ class Group:
         )
         self.inputs = [(tensors or make_tensors)(number) for number in range(len(rates))]
         self.outputs = [  # averages replace the gradients: a trainer has one copy for both
-            [gradient.clone(), *(torch.full_like(tensor, math.nan) for tensor in rest)]
+            [gradient.clone(), *(torch.full(tensor.shape, math.nan) for tensor in rest)]
             for gradient, *rest in self.inputs
         ]
         shares = shares or [1.0] * len(rates)
@@ -231,6 +231,39 @@ def test_round_averages_gradients_and_parameters_by_their_weights():
     assert not any(member.violations | member.excesses for member in group.members)
     first, second, third = group.ids
     assert group.members[0].reducer.weights == {first: 1.0, second: 3.0, third: 2.0}
+
+
+SHAPES = {  # -> a tensor of other strides with the same elements
+    "channels_last": lambda tensor: tensor.view(10, 4, 10, 10).contiguous(memory_format=torch.channels_last),
+    "transposed": lambda tensor: tensor.view(80, 50).t().contiguous().t(),
+    "expanded": lambda tensor: tensor[:50].expand(80, 50),
+    "strided": lambda tensor: torch.stack([tensor, tensor], dim=1)[:, 0],
+}
+
+
+@pytest.mark.parametrize("to_strides", SHAPES.values(), ids=SHAPES)
+def test_parameters_of_any_strides_are_averaged_element_by_element(to_strides):
+    """The first member's have other strides than those of the others."""
+
+    def make_parameters(number: int) -> list[torch.Tensor]:
+        gradient, parameters = make_tensors(number)
+        parameters = parameters + 1e-4 * (torch.arange(ELEMENTS) % 50)
+        return [gradient, to_strides(parameters) if number == 0 else parameters.view(to_strides(parameters).shape)]
+
+    group, _ = average([FAST, FAST / 20, FAST], tensors=make_parameters)
+    expected = (1.01 + 1e-4 * (torch.arange(ELEMENTS) % 50)).view(group.inputs[1][1].shape)
+    for _, parameters in group.outputs:
+        assert torch.allclose(parameters, expected)
+
+
+def test_tensors_of_one_element_and_of_none_are_cut():
+    """An empty one at the end is nobody's, also if sums of the shares are rounded."""
+    tensors = [torch.zeros(0, 3), torch.tensor(1.0), torch.ones(7), torch.zeros(2, 0)]
+    compression = RoleAdaptiveCompression(default=COMPRESSIONS["none"]())
+    for shares in ([1.0], [0.0, 1.0, 0.0], [0.1] * 7, [1 / 3] * 3):
+        cut = cut_tensors(compression, 512, 7, TensorRole.PARAMETER, tensors, [t.clone() for t in tensors], shares)
+        assert sum(len(part.own) for part in chain(*cut)) == 8
+        assert all(len(part.own) for part in chain(*cut))
 
 
 def noisy_tensors(number: int) -> list[torch.Tensor]:

@@ -82,6 +82,18 @@ def test_claims_follow_what_the_links_carry_from_the_second_round_on(monkeypatch
         assert claim_of_fast >= 400.0 and claim_of_slow == pytest.approx(100.0, rel=0.25), scenario.describe()
 
 
+def test_models_in_channels_last_are_averaged():
+    """As those that train images on a GPU often are."""
+    with Scenario(1, target_batch_size=96) as scenario:
+        params = scenario.initial.view(5, 4, 5, 2).contiguous(memory_format=torch.channels_last)
+        peers = [scenario.add(speed=0.6 + 0.1 * number, params=params) for number in range(3)]
+        scenario.reach(6)
+        scenario.unite()
+    assert not params.is_contiguous()
+    assert all({*peer.outcomes()} == {"averaged"} and peer.received == 1.0 for peer in peers)
+    assert {entry["attempts"] for peer in peers for entry in peer.rounds} == {1}
+
+
 def test_trainer_with_long_local_steps_contributes_to_each_round():
     """A local step takes longer than matchmaking, and most of a global step."""
     with Scenario(22, target_batch_size=40, matchmaking_time=3.1) as scenario:

@@ -85,8 +85,8 @@ class Peer(Node):
         while True:
             self.scenario.time.sleep(1.0 / self.speed)
             weight = self.model.weight
-            noise = torch.randn(NUM_PARAMETERS, generator=self.noise)
-            weight.grad = weight.detach() - self.scenario.target + 2.0 * noise
+            noise = torch.randn(NUM_PARAMETERS, generator=self.noise).view(weight.shape)
+            weight.grad = weight.detach() - self.scenario.target.view(weight.shape) + 2.0 * noise
             self.local_steps.append((self.batch, weight.detach().clone(), weight.grad.clone()))
             self.optimizer.step(batch_size=self.batch)
             self._record()
@@ -229,7 +229,7 @@ class Scenario(Network):
         :param speed: local steps per second, of BATCH samples each
         :param uplink, downlink: bytes per second
         :param clock: seconds by which its wall clock is ahead
-        :param start_step, params: step and parameters of its checkpoint
+        :param start_step, params: step and parameters of its checkpoint; these may have any shape
         :param state: the training state in its checkpoint, instead of these two
         """
         peer = Peer(self, "abcdefghijklmnopqrstuvwxyz"[len(self.peers) % 26] * (1 + len(self.peers) // 26),
