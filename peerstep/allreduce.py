@@ -50,14 +50,16 @@ def cut_tensors(
     shares: Sequence[float],
     weight: float = MIN_WEIGHT,
     takers: Collection[PeerID] | None = None,
+    drift: float = 0.0,
 ) -> list[list[Part]]:
     """Cut this peer's tensors into the parts that each member reduces, in the order of the members.
 
     :param turn: differs in each round, so that what a member sends or receives too late is not always the same
-    :param tensors: of any strides, as those of a model in `channels_last`; their elements are cut in the order of indices
+    :param tensors: of any strides, as those of a model in `channels_last`
     :param outputs: contiguous; receive the averages. For gradients they may be `tensors`
     :param shares: of the members, of any sum; 0: the member reduces nothing
     :param weight, takers: see Part
+    :param drift: the slack of a part, see Part, in distances between `tensors` and what `outputs` have before the round
     """
     ends = np.cumsum(shares) / np.sum(shares) * sum(tensor.numel() for tensor in tensors)
     parts: list[list[Part]] = [[] for _ in shares]
@@ -72,7 +74,8 @@ def cut_tensors(
         for number, (own, result) in enumerate(pairs):
             reducer = np.searchsorted(ends, begin + len(own) / 2)  # whose share has its middle
             part_info = info.get_part(number, size)
-            parts[reducer].append(Part(own, result, part_info, chosen, max(weight, MIN_WEIGHT), takers))
+            slack = drift * norm_of(own - result) if drift else 0.0
+            parts[reducer].append(Part(own, result, part_info, chosen, max(weight, MIN_WEIGHT), takers, slack))
             begin += len(own)
     starts = [turn % max(1, len(of_member)) for of_member in parts]
     return [of_member[start:] + of_member[:start] for start, of_member in zip(starts, parts, strict=True)]
@@ -145,7 +148,7 @@ class AllReduce:
         self.violations, self.excesses = self.reducer.violations, self.reducer.excesses
         self._arrived: set[Part] = set()  # parts that have their average
         for part in chain(*self.parts.values()):  # without an average, parameters stay
-            if not part.is_gradient:
+            if not part.is_gradient and (part.takers is None or self.peer_id in part.takers):
                 part.output.copy_(part.own)
 
     def _measure(self) -> dict[PeerID, float]:
@@ -257,7 +260,7 @@ class AllReduce:
             average = await loop.run_in_executor(None, deserialize_torch_tensor, message.tensor_part)
             if message.weight == DIFFERENCE:
                 average = part.own + average
-            average, _, excess = self._answer_bounds.clip(part.info, average, part.own, weight=1.0)
+            average, _, excess = self._answer_bounds.clip(part.info, average, part.own, 1.0, part.slack)
         except ValueError as error:
             self.violations[remote.peer_id] = str(error)
             raise

@@ -39,10 +39,11 @@ class Bounds:
     are_updates: bool = False  # what is averaged are local updates instead of gradients
 
     def clip(
-        self, info: CompressionInfo, part: torch.Tensor, own_part: torch.Tensor, weight: float
+        self, info: CompressionInfo, part: torch.Tensor, own_part: torch.Tensor, weight: float, slack: float = 0.0
     ) -> tuple[torch.Tensor, float, str | None]:
         """Scale a part of another peer down to the bounds, if it exceeds them.
 
+        :param slack: see Part
         :returns: the part, its weight, and what was wrong
         :raises ViolationError: if a value or the weight is not finite
         """
@@ -57,7 +58,7 @@ class Bounds:
                 part, excess = part * (MAX_GRADIENT_NORM / norm), f"a gradient of norm {norm:.3g}"
             return part, weight, excess
         distance = norm_of(part - own_part) if weight > MIN_WEIGHT else 0.0
-        bound = self.parameter_change * norm_of(own_part) + self.parameter_step * math.sqrt(part.numel())
+        bound = self.parameter_change * norm_of(own_part) + self.parameter_step * math.sqrt(part.numel()) + slack
         if distance > bound:
             part = torch.lerp(own_part, part, bound / distance)
             excess = f"parameters at a distance of {distance:.3g} from this peer's, the bound is {bound:.3g}"

@@ -123,6 +123,7 @@ class StepMatchmaking(Matchmaking):
         self._known = KnownPeers(self.peer_id, private_key, self._prefix.encode() + schema_hash)
         self.conduct = Conduct(self.peer_id, getattr(dht, "describe", str))
         self.led_by = self.peer_id  # leader of the last group
+        self.is_split = False  # whether its list had other groups
         self.roster: dict[PeerID, RosterEntry] = {}
         self.finished_step = -1  # newest step for which this peer searches no group any more
         self.missed: dict[PeerID, str] = {}  # peers of the roster that are not in the last group, and why
@@ -270,6 +271,7 @@ class StepMatchmaking(Matchmaking):
         self._known.record_members(leader, claims)
         search.listed, self.led_by = claims.keys(), leader
         groups = deal(search.control.step, claims, self.target_group_size)
+        self.is_split = len(groups) > 1
         return next(group for group in groups if self.peer_id in group)
 
     def _sign(self, control: RoundControl, leader: PeerID) -> bytes:

@@ -42,6 +42,7 @@ class Part:
     weight: float  # averaging weight of this peer's values
     # None, or the only members that receive it: its reducer gives them its own values, and nobody sends any
     takers: Collection[PeerID] | None = None
+    slack: float = 0.0  # norm by which the parameters of honest members may differ further than Bounds says
 
     @property
     def is_gradient(self) -> bool:
@@ -224,7 +225,7 @@ class Reducer:
         state, part, sums = self._senders[sender], self.parts[index], self._sums[index]
         if index < state.next_part:
             raise ViolationError("a part again")
-        values, weight, excess = self.bounds.clip(part.info, values, part.own, weight)
+        values, weight, excess = self.bounds.clip(part.info, values, part.own, weight, part.slack)
         if excess is not None:
             self.excesses[sender] = excess
         state.next_part = index + 1

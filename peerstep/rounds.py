@@ -45,6 +45,10 @@ logger = get_logger(__name__)
 # Bound on the distance between two peers' parameters, in learning rates, as a root mean square over the elements of a
 # part, beside PARAMETER_CHANGE of their norm: honest ones differ by less than an update.
 PARAMETER_STEPS = 2.0
+# Further distance between peers whose steps had several groups, in distances by which this peer's parameters have moved
+# since they were averaged. With 9 trainers in groups of 2, 16 steps between two averages and local updates, nothing of
+# theirs exceeded the bound; without it a trainer refused parameters in the first of these rounds.
+DRIFT = 1.0
 BAN_SECONDS = 600.0  # duration of the ban for values that are not finite; short, since the fault may be transient
 REPORT_SECONDS = 600.0  # between two warnings about values of the same peer that were scaled down
 COMPLETE = 0.95  # fraction of the elements after which the members count as equal
@@ -149,6 +153,8 @@ class RoundAverager(SafeAverager):
         self.averaged_parameters = [torch.zeros(p.shape, dtype=p.dtype).share_memory_() for p in self.parameters]
         self.requested_step = multiprocessing.RawValue("q", -1)  # step for which another peer asks for a group
         self._delivery = Delivery(0)  # of the newest round
+        # Newest steps whose rounds averaged this peer's parameters, and whose peers were in several groups
+        self._averaged_at, self._split_at = -math.inf, -math.inf
         self._slow: set[PeerID] = set()  # senders that were late for a part of it
         self._measures, self._is_known = bandwidth is None, bandwidth is not None  # the bandwidth
         self.claim = multiprocessing.RawValue("d", 0.0)  # bandwidth that this peer claims, see _adapt_claim
@@ -254,6 +260,7 @@ class RoundAverager(SafeAverager):
                 async with asyncio.timeout(control.deadline - run_time()):  # the all-reduce has a separate one
                     group = await self._matchmaking.look_for_group(control)
                     missed, leader, found = self._matchmaking.missed, self._matchmaking.led_by, time.monotonic()
+                    self._split_at = control.step if self._matchmaking.is_split else self._split_at
                     self._rounds[group.group_id] = begins
                     control.stage = AveragingStage.AWAITING_TRIGGER
                     await control.wait_for_trigger()
@@ -341,7 +348,18 @@ class RoundAverager(SafeAverager):
         compression, size = self.allreduce_kwargs["compression"], self.allreduce_kwargs["part_size_bytes"]
         cut = partial(cut_tensors, compression, size, int.from_bytes(group.group_id, "big"))
         cuts = [cut(TensorRole.GRADIENT, self.gradients, self.gradients, shares, weight)]
-        cut_parameters = partial(cut, TensorRole.PARAMETER, self.parameters, self.averaged_parameters)
+        if math.isinf(self._averaged_at):  # the first round
+            self._averaged_at = step - 1
+            torch._foreach_copy_(self.averaged_parameters, self.parameters)
+        has_drifted = self._split_at >= self._averaged_at >= step - 2 * self.average_parameters_every
+        cut_parameters = partial(
+            cut,
+            TensorRole.PARAMETER,
+            self.parameters,
+            self.averaged_parameters,
+            drift=DRIFT if has_drifted else 0.0,
+        )
+        self._averaged_at = step if self.includes_parameters(step) else self._averaged_at
         given = standing.shares_to_give(shares)
         if self.includes_parameters(step) or (any(standing.lacking) and not any(given)):
             cuts.append(cut_parameters(shares, float(standing.trusted[group.peer_ids.index(self.peer_id)])))

@@ -3,6 +3,7 @@
 A step takes some 10 seconds, unless a test says otherwise.
 """
 
+import itertools
 from collections.abc import Collection, Iterator
 
 import pytest
@@ -13,7 +14,8 @@ from peerstep.history import MAX_DIFFERENT, different_marks
 from tests.support import simulated_network
 from tests.support.scenario import BATCH, Peer, Scenario
 
-pytestmark = pytest.mark.peers  # simulated ones, which take 10 seconds each
+# Simulated ones, which take 10 seconds each. With the patches bans end in simulated time, too.
+pytestmark = [pytest.mark.peers, pytest.mark.usefixtures("patches")]
 
 
 def add_trainers(scenario: Scenario, number: int, **options) -> list[Peer]:
@@ -29,6 +31,17 @@ def took_steps_with(peers: Collection[Peer], number: int, since: int) -> bool:
     """Whether peers have taken all steps after one in rounds of so many."""
     rounds = [entry for peer in peers for entry in list(peer.rounds) if entry["step"] > since]
     return all(entry["outcome"] == "averaged" and len(entry["group"]) == number for entry in rounds)
+
+
+def test_small_groups_do_not_refuse_each_others_parameters():
+    """With local updates they move far between two rounds with parameters, each group by its own average."""
+    settings = {"target_group_size": 2, "average_state_every": 8, "local_updates": True}
+    with Scenario(4, factor=80.0, target_batch_size=96, **settings) as scenario:
+        peers = [scenario.add(speed=0.7 + 0.1 * number) for number in range(6)]
+        scenario.reach(17, seconds=900.0)
+        assert not [line for peer in peers for line in peer.log if "kept this peer's" in line or "are far" in line]
+        different = [different_marks(a.marks, b.marks) for a, b in itertools.combinations(peers, 2)]
+    assert all(marks is not None and len(marks) <= MAX_DIFFERENT for marks in different)
 
 
 # Uplinks and clocks
