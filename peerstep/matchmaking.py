@@ -105,6 +105,7 @@ class _Request:
     step: int
     entry: bytes  # signed claims
     answer: asyncio.Future  # of the list of entries, of the leader to ask instead, or of None (no group)
+    due: asyncio.Future  # set once the step is due at this peer, which leads
     is_signed: bool | None = None  # None: this peer has not read the sender's report
 
 
@@ -217,6 +218,10 @@ class StepMatchmaking(Matchmaking):
     def _lead(self, search: Search) -> GroupInfo | None:
         """Form the group if the step is due, and all have asked or had the time for it; None if not."""
         joined = self._joined(search)
+        if search.seconds_due() >= 0:
+            for request in joined.values():
+                if not request.due.done():
+                    request.due.set_result(None)
         is_complete = not self._expected(search) - joined.keys()
         seconds = 0.0 if is_complete else self.min_matchmaking_time
         is_due = bool(joined) and search.seconds_due() >= seconds
@@ -247,16 +252,18 @@ class StepMatchmaking(Matchmaking):
         return joined
 
     def _expected(self, search: Search) -> set[PeerID]:
-        """Return the peers of the roster that the leader waits for."""
-        return {
-            peer_id
-            for peer_id, entry in self.roster.items()
-            if peer_id != self.peer_id
-            and not entry.is_away
-            and not self.conduct.is_banned(peer_id)
-            and peer_id not in search.failures
-            and self._absences[peer_id] < MAX_ABSENCES
-        }
+        """Return the peers of the roster that the leader waits for.
+
+        If as many have missed the last rounds as have not, they may have rounds of their own, each half too late for
+        the other: they are waited for again after two such rounds, after four, eight, and so on.
+        """
+        present = {peer_id for peer_id, entry in self.roster.items() if not entry.is_away} - {self.peer_id}
+        present = {peer_id for peer_id in present if not self.conduct.is_banned(peer_id)}
+        absences = {peer_id: self._absences[peer_id] for peer_id in present}
+        absent = {peer_id for peer_id, number in absences.items() if number >= MAX_ABSENCES}
+        if 2 * len(absent) > len(present):
+            absent = {peer_id for peer_id in absent if absences[peer_id].bit_count() > 1}
+        return present - absent - search.failures.keys()
 
     def _assemble(self, search: Search, joined: dict[PeerID, _Request]) -> GroupInfo:
         """Tell the peers that have asked who else has. Return this peer's group, see `deal`."""
@@ -321,17 +328,24 @@ class StepMatchmaking(Matchmaking):
     async def _await_begin(
         self, stream: AsyncIterator[averaging_pb2.MessageFromLeader], search: Search, leader: PeerID
     ) -> averaging_pb2.MessageFromLeader:
-        """Wait for the leader's next message; TimeoutError long after the step was due: the leader may be frozen."""
-        message, until = asyncio.ensure_future(anext(stream)), math.inf
+        """Wait for the group, or a refusal; TimeoutError long after the step was due: the leader may be frozen.
+
+        The step may be due later at the leader, which says so by a second ACCEPTED. This peer waits as long as it does.
+        """
+        message, until, is_due = asyncio.ensure_future(anext(stream)), math.inf, False
         try:
-            while not message.done():
+            while True:
+                if message.done():
+                    if is_due or message.result().code != averaging_pb2.ACCEPTED:
+                        return message.result()
+                    message, is_due = asyncio.ensure_future(anext(stream)), True
+                    until = time.monotonic() + self.min_matchmaking_time + SMALL_SECONDS + 2 * LEADER_MARGIN
                 if time.monotonic() >= until:
                     search.given_up.add(leader)
                     raise TimeoutError
-                if search.seconds_due() >= 0:
+                if search.seconds_due() >= 0 and not is_due:
                     until = min(until, time.monotonic() + self.min_matchmaking_time + LEADER_MARGIN)
                 await asyncio.wait({message}, timeout=POLL_SECONDS)
-            return message.result()
         finally:
             message.cancel()
             # A stream cannot be closed while something waits for its next message.
@@ -396,7 +410,8 @@ class StepMatchmaking(Matchmaking):
             yield averaging_pb2.MessageFromLeader(code=code)
             return
         step = int(request.group_key)  # as `_refuse` has checked
-        entry = _Request(step, request.gather, asyncio.get_running_loop().create_future())
+        loop = asyncio.get_running_loop()
+        entry = _Request(step, request.gather, loop.create_future(), loop.create_future())
         if (before := self._requests.get(peer_id)) is not None and not before.answer.done():
             before.answer.set_result(None)
         self._requests[peer_id] = entry
@@ -404,6 +419,9 @@ class StepMatchmaking(Matchmaking):
         if search is not None and search.leader is not None and search.control.step == step:
             entry.answer.set_result(search.leader)
         try:
+            if not entry.answer.done():
+                yield averaging_pb2.MessageFromLeader(code=averaging_pb2.ACCEPTED)
+            await asyncio.wait({entry.answer, entry.due}, return_when=asyncio.FIRST_COMPLETED)
             if not entry.answer.done():
                 yield averaging_pb2.MessageFromLeader(code=averaging_pb2.ACCEPTED)
             answer = await entry.answer

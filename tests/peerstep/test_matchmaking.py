@@ -260,6 +260,49 @@ async def test_absent_peer_is_waited_for_in_two_rounds_only(clock):
     assert_one_group(await network.find(ids), ids)
 
 
+async def test_halves_that_are_too_late_for_each_other_meet(clock):
+    """Each has rounds of its own. The early half waits after two of them, and after four, but not for a third of all."""
+    network, ids = make_network(5)
+    halves, seconds = (ids[:2], ids[2:4]), []
+    for number in range(1, 6):
+        started = clock.now
+        for half in halves:
+            network.down = {*ids} - {*half}
+            await network.find(half, number)
+        seconds.append(clock.now - started)
+    assert [duration >= 2 * PATIENCE for duration in seconds] == [True, True, True, False, True]
+    for number in (6, 7, 8):
+        network.down = {*ids} - {*halves[0]}
+        await network.find(halves[0], number)
+    network.down = set()
+    early = [network.search(peer_id, 9)[1] for peer_id in halves[0]]
+    await asyncio.sleep(0.8 * PATIENCE)
+    late = [network.search(peer_id, 9)[1] for peer_id in halves[1]]
+    assert_one_group(await asyncio.wait_for(asyncio.gather(*early, *late), 5), ids[:4])
+
+
+async def test_leader_that_is_due_later_is_followed_until_it_begins(clock):
+    """It waits for a peer that does not come, so that it begins long after its follower was due."""
+    network, ids = make_network(3)
+    control, leading = network.search(ids[0], is_due=False)
+    _, following = network.search(ids[1])
+    await asyncio.sleep(0.9 * PATIENCE)
+    control.allow_allreduce()
+    assert_one_group(await asyncio.wait_for(asyncio.gather(leading, following), 5), ids[:2])
+    assert network.calls.count((ids[1], ids[0])) == 1 and clock.now >= 1.9 * PATIENCE
+
+
+async def test_leader_that_says_that_it_is_due_and_freezes_is_abandoned(clock):
+    network, ids = make_network(3)
+    _, leading = network.search(ids[0])
+    searches = [network.search(peer_id)[1] for peer_id in ids[1:2]]
+    await asyncio.sleep(0.1)
+    leading.cancel()
+    network.down = {ids[0]}
+    searches.append(network.search(ids[2])[1])
+    assert_one_group(await asyncio.wait_for(asyncio.gather(*searches), 10), ids[1:])
+
+
 async def test_peer_that_does_not_know_the_leader_is_redirected():
     network, ids = make_network(4, patience=3.0)
     network.know(ids[1:], by=ids[2:])
