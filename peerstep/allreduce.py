@@ -59,7 +59,7 @@ def cut_tensors(
     :param outputs: contiguous; receive the averages. For gradients they may be `tensors`
     :param shares: of the members, of any sum; 0: the member reduces nothing
     :param weight, takers: see Part
-    :param drift: the slack of a part, see Part, in distances between `tensors` and what `outputs` have before the round
+    :param drift: slack of a part, see Part, in distances of `tensors` from what `outputs` have before the round
     """
     ends = np.cumsum(shares) / np.sum(shares) * sum(tensor.numel() for tensor in tensors)
     parts: list[list[Part]] = [[] for _ in shares]

@@ -330,7 +330,7 @@ class StepMatchmaking(Matchmaking):
     ) -> averaging_pb2.MessageFromLeader:
         """Wait for the group, or a refusal; TimeoutError long after the step was due: the leader may be frozen.
 
-        The step may be due later at the leader, which says so by a second ACCEPTED. This peer waits as long as it does.
+        The step may be due later at the leader, which tells it by a second ACCEPTED: both then wait as long.
         """
         message, until, is_due = asyncio.ensure_future(anext(stream)), math.inf, False
         try:

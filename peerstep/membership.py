@@ -34,6 +34,7 @@ class Membership:
     marks: Marks = ()  # of the history of the parameters
     distance: float = 0.0  # updates that the parameters lack, or have with another gradient
     is_settling: bool = False  # whether the optimizer statistics lack updates that the parameters have
+    has_kept: bool = False  # whether it kept its parameters in the newest round in which they were far from most
     failures: int = 0  # consecutive rounds in which this peer failed to take part
     attempts: int = 0  # rounds without a group since this peer, or another one, has taken a step
     vain: int = 0  # rounds without a group since one with others, or a step of theirs
@@ -54,9 +55,12 @@ class Membership:
         lost = 1 - result.received
         self.distance = result.distance + lost
         if result.received_parameters is not None and result.is_far:
-            # One peer of the group keeps its parameters, and the others receive them in the next round.
-            self.distance = self.distance if keeps_own else MAX_LAG
+            # If all are far from each other, one peer of the group keeps its parameters, and the others receive them
+            # in the next round. If it is far again, they were equal and have not received them.
+            self.has_kept = keeps_own and not self.has_kept
+            self.distance = self.distance if self.has_kept else MAX_LAG
         elif result.received_parameters is not None:
+            self.has_kept = False
             # As a norm: of 13 updates that 2 % of the elements lack, 1.8 are left.
             self.distance = result.distance * math.sqrt(1 - result.received_parameters) + lost
             self.is_settling = result.distance >= EQUAL

@@ -45,9 +45,9 @@ logger = get_logger(__name__)
 # Bound on the distance between two peers' parameters, in learning rates, as a root mean square over the elements of a
 # part, beside PARAMETER_CHANGE of their norm: honest ones differ by less than an update.
 PARAMETER_STEPS = 2.0
-# Further distance between peers whose steps had several groups, in distances by which this peer's parameters have moved
-# since they were averaged. With 9 trainers in groups of 2, 16 steps between two averages and local updates, nothing of
-# theirs exceeded the bound; without it a trainer refused parameters in the first of these rounds.
+# Further distance between peers whose steps had several groups, in what this peer's parameters have moved since they
+# were averaged. With local updates, 9 trainers in groups of 2, and 16 steps between two averages none was
+# refused; without it some were in the first of these rounds.
 DRIFT = 1.0
 BAN_SECONDS = 600.0  # duration of the ban for values that are not finite; short, since the fault may be transient
 REPORT_SECONDS = 600.0  # between two warnings about values of the same peer that were scaled down

@@ -76,6 +76,14 @@ def test_complete_rounds_with_parameters_are_marks_and_few_of_those_that_it_took
     assert peer.report()["marks"] == peer.marks
 
 
+def test_peer_that_keeps_its_parameters_and_is_far_again_lacks_all():
+    """It has the smallest peer ID, and the others are equal: none of them received its parameters."""
+    peer = Membership(step=7)
+    for far, distance in ((True, 0), (False, 0), (True, 0), (True, MAX_LAG), (False, 0), (True, 0)):
+        average(peer, parameters=1.0, is_far=far, keeps_own=True)
+        assert peer.distance == distance
+
+
 def test_nobody_waits_for_a_peer_that_failed_three_times_until_it_is_in_a_round_or_has_downloaded():
     for event in (lambda peer: average(peer), lambda peer: peer.loaded(1), lambda peer: peer.took_alone(9, None)):
         peer = Membership(step=5)
