@@ -261,7 +261,7 @@ async def test_absent_peer_is_waited_for_in_two_rounds_only(clock):
 
 
 async def test_halves_that_are_too_late_for_each_other_meet(clock):
-    """Each has rounds of its own. The early half waits after two of them, and after four, but not for a third of all."""
+    """Each has rounds of its own. The early half waits for the other after two, four and eight of them."""
     network, ids = make_network(5)
     halves, seconds = (ids[:2], ids[2:4]), []
     for number in range(1, 6):

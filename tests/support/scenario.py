@@ -83,13 +83,21 @@ class Peer(Node):
     def _train(self) -> None:
         self._join()
         while True:
-            self.scenario.time.sleep(1.0 / self.speed)
+            self.scenario.time.sleep(self._compute_seconds())
             weight = self.model.weight
-            noise = torch.randn(NUM_PARAMETERS, generator=self.noise).view(weight.shape)
-            weight.grad = weight.detach() - self.scenario.target.view(weight.shape) + 2.0 * noise
+            weight.grad = self._compute(weight.detach())
             self.local_steps.append((self.batch, weight.detach().clone(), weight.grad.clone()))
             self.optimizer.step(batch_size=self.batch)
             self._record()
+
+    def _compute_seconds(self) -> float:
+        """Return the seconds of the next local step."""
+        return 1.0 / self.speed
+
+    def _compute(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of a local step."""
+        noise = torch.randn(NUM_PARAMETERS, generator=self.noise).view(weight.shape)
+        return weight - self.scenario.target.view(weight.shape) + 2.0 * noise
 
     def _join(self) -> None:
         """Download a state, as a trainer does at its start (cotrain/training/session.py)."""
@@ -152,6 +160,7 @@ class Monitor(Node):
 
     def __init__(self, scenario: "Scenario", folder: Path):
         super().__init__(scenario, LINKS, client=False, clock=0.0)
+        self.scenario, self.log = scenario, list[str]()
         model = torch.nn.Module()
         model.weight = torch.nn.Parameter(scenario.initial.clone())
         averager = self.context.copy().run(
@@ -165,9 +174,14 @@ class Monitor(Node):
         args = TrainingMonitorArguments(output_dir=str(folder), save_checkpoint_step_interval=2, refresh_period=0.01)
         self.keeper = CheckpointKeeper(averager, Task(), model, "run", args)
 
+    def look(self, step: int) -> None:
+        """Do what a monitor does that reports a step."""
+        trainers = {peer.peer_id for peer in self.scenario.peers if not peer.ended}
+        self.keeper.update(step, trainers_are_leaving=False, trainers=trainers)
+
     def refresh(self, step: int) -> None:
         """Do what a monitor does that reports a step, and wait until it is done."""
-        self.keeper.update(step, trainers_are_leaving=False)
+        self.look(step)
         if self.keeper._pending is not None:
             self.keeper._pending.result()
 

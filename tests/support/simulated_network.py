@@ -133,10 +133,7 @@ class Node:
         if self.ended:
             work.close()
             return None
-        task = self.network.time.loop.create_task(work, context=self.context.copy())
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
-        return task
+        return self.network.time.loop.create_task(work, context=self.context.copy())
 
     async def host(self, averager: SafeAverager) -> None:
         """Do what hivemind does in the averager's process."""

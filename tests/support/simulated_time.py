@@ -48,6 +48,16 @@ class _Loop(asyncio.SelectorEventLoop):
         super().__init__(selector)
         self.time = clock.read
 
+    def create_task(self, *args, **kwargs) -> asyncio.Task:
+        """Let an owner that has `tasks` know each of its own, so that it can end them."""
+        task = super().create_task(*args, **kwargs)
+        context = kwargs.get("context")
+        peer = owner.get() if context is None else context.get(owner)
+        if (tasks := getattr(peer, "tasks", None)) is not None:
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+        return task
+
 
 class _Module:
     """Stands for a module, with other values of some names."""
