@@ -178,7 +178,12 @@ class AllReduce:
     @property
     def confirming(self) -> set[PeerID]:
         """The other members that have sent something in this group."""
-        return self.reducer.started | {remote.peer_id for remote in self._remotes if remote.has_answered}
+        return self.reducer.started | self.answering
+
+    @property
+    def answering(self) -> set[PeerID]:
+        """The other reducers that have answered."""
+        return {remote.peer_id for remote in self._remotes if remote.has_answered}
 
     @property
     def is_far(self) -> bool:

@@ -1,5 +1,6 @@
 """How other peers have behaved in rounds: with whom this peer forms no group, and who leads none of its own."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection
 
@@ -11,8 +12,10 @@ from peerstep.clock import run_time
 logger = get_logger(__name__)
 
 MAX_SILENCES, SPARE_SECONDS = 2, 600.0  # rounds after which a silent reducer gets no share, and for how long
-MAX_SMALL = 2  # consecutive groups without most peers after which their leader leads this peer no more
-LEAVE_OUT_SECONDS = 600.0  # for which it does not, as one that has formed a false group
+LEAVE_OUT_SECONDS = 600.0  # for which a leader of a false group leads this peer no more
+# Consecutive groups without most peers after which their leader does not, and seconds for which it does not: doubled by
+# each further one. It may have reached no others.
+MAX_SMALL, SMALL_GROUP_SECONDS = 2, 60.0
 
 
 class Conduct:
@@ -44,17 +47,18 @@ class Conduct:
         """Reducers that have answered nothing, repeatedly."""
         return [peer_id for peer_id, _ in self._silent.items()]
 
-    def leave_out(self, leader: PeerID, fault: str) -> None:
-        """Follow a leader no more for LEAVE_OUT_SECONDS. It may be a member."""
-        self._left_out.store(leader, None, run_time() + LEAVE_OUT_SECONDS)
-        minutes = LEAVE_OUT_SECONDS / 60
+    def leave_out(self, leader: PeerID, fault: str, seconds: float = LEAVE_OUT_SECONDS) -> None:
+        """Follow a leader no more for some time. It may be a member."""
+        self._left_out.store(leader, None, run_time() + seconds)
+        minutes = seconds / 60
         logger.warning(f"{self.describe(leader)} {fault}: it leads no round of this peer for {minutes:.0f} minutes")
 
     def record_group(self, leader: PeerID, size: int, is_small: bool) -> None:
         """Record a group that a leader has formed, which may lack most peers."""
         self._small[leader] = self._small[leader] + 1 if is_small else 0
-        if self._small[leader] >= MAX_SMALL:
-            self.leave_out(leader, f"formed a group of {size} without most others, {MAX_SMALL} times")
+        if (number := self._small[leader]) >= MAX_SMALL:
+            seconds = min(LEAVE_OUT_SECONDS, math.ldexp(SMALL_GROUP_SECONDS, number - MAX_SMALL))
+            self.leave_out(leader, f"formed a group of {size} without most others, {number} times", seconds)
         self._small += Counter()  # drops those of 0
 
     def record_round(
@@ -65,14 +69,19 @@ class Conduct:
         silent: Collection[PeerID],
         confirming: Collection[PeerID],
         refusing: Collection[PeerID],
+        answering: Collection[PeerID] = (),
     ) -> None:
         """Record the reducers of a round that have answered nothing.
 
-        For a while, this peer does not follow those that were silent repeatedly, and says so in its claims. Silence
-        counts only if half of the other members confirm the group: a leader may tell each one of another group.
+        For a while, or until one answers, this peer does not follow those that were silent repeatedly, and says so in
+        its claims. Silence counts only if half of the other members confirm the group: a leader may tell each one of
+        another group.
 
         :param confirming, refusing: members that have sent something in this group, and that do not know it
+        :param answering: reducers that have answered
         """
+        for peer_id in answering:
+            del self._silent[peer_id]
         others = set(members) - {self.peer_id, leader}
         if leader in confirming and len(others) > 1 and 2 * len(others.intersection(refusing)) > len(others):
             self.leave_out(leader, f"formed a group of {len(members)} that most of them do not know")

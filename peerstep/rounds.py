@@ -319,6 +319,7 @@ class RoundAverager(SafeAverager):
                 confirming=runner.confirming,
                 # A member reduces nothing, as a client, or this peer sends it none: it cannot refuse, but asks here.
                 refusing=runner.refusing | {peer for group, peer in self._elsewhere if group not in self._rounds},
+                answering=runner.answering,
             )
             if runner.reducer.num_awaited:
                 self._slow = runner.reducer.late

@@ -525,6 +525,31 @@ async def test_silence_counts_only_in_a_group_that_others_confirm():
     assert ids[1] in peer.silent, "this peer knows what it has told the members"
 
 
+def test_silent_reducer_is_followed_again_once_it_answers():
+    """Only the link between the two may have failed: this peer would miss each step that the other one leads."""
+    ids = make_ids(4)
+    peer = conduct.Conduct(ids[0])
+    for _ in range(conduct.MAX_SILENCES):
+        peer.record_round(ids[1], ids, silent={ids[3]}, confirming=ids[1:3], refusing=())
+    peer.record_round(ids[1], ids, silent=(), confirming=ids[1:], refusing=(), answering=ids[1:3])
+    assert not peer.may_lead(ids[3]), "it has only sent its own values"
+    peer.record_round(ids[1], ids, silent=(), confirming=ids[1:], refusing=(), answering=ids[1:])
+    assert peer.may_lead(ids[3]) and not peer.silent
+
+
+def test_leader_of_small_groups_leads_again_soon_and_later_if_it_forms_more_of_them(clock):
+    """It may have reached no others, as during a fault of its link."""
+    ids = make_ids(2)
+    peer, seconds = conduct.Conduct(ids[0]), []
+    for is_small in (True, True, True, True, True, True, True, False, True, True):
+        peer.record_group(ids[1], 2, is_small)
+        began = clock.now
+        while not peer.may_lead(ids[1]):
+            clock.now += 10.0
+        seconds.append(10 * round((clock.now - began) / 10.0))
+    assert seconds == pytest.approx([0, 60, 120, 240, 480, 600, 600, 0, 0, 60], abs=10)
+
+
 def test_leader_whose_group_most_members_do_not_know_leads_no_more():
     ids = make_ids(5)
     for refusing, may_lead in [((), True), (ids[1:2], True), (ids[1:4], False)]:
