@@ -50,7 +50,7 @@ def cut_tensors(
     shares: Sequence[float],
     weight: float = MIN_WEIGHT,
     takers: Collection[PeerID] | None = None,
-    drift: float = 0.0,
+    drifts: bool = False,
 ) -> list[list[Part]]:
     """Cut this peer's tensors into the parts that each member reduces, in the order of the members.
 
@@ -59,7 +59,8 @@ def cut_tensors(
     :param outputs: contiguous; receive the averages. For gradients they may be `tensors`
     :param shares: of the members, of any sum; 0: the member reduces nothing
     :param weight, takers: see Part
-    :param drift: slack of a part, see Part, in distances of `tensors` from what `outputs` have before the round
+    :param drifts: whether steps had several groups since `outputs`, the last averages. The slack of each part is then
+      what it has moved: with local updates, groups of 2 of 9, and 16 steps in between honest members differed by less
     """
     ends = np.cumsum(shares) / np.sum(shares) * sum(tensor.numel() for tensor in tensors)
     parts: list[list[Part]] = [[] for _ in shares]
@@ -74,7 +75,7 @@ def cut_tensors(
         for number, (own, result) in enumerate(pairs):
             reducer = np.searchsorted(ends, begin + len(own) / 2)  # whose share has its middle
             part_info = info.get_part(number, size)
-            slack = drift * norm_of(own - result) if drift else 0.0
+            slack = norm_of(own - result) if drifts else 0.0
             parts[reducer].append(Part(own, result, part_info, chosen, max(weight, MIN_WEIGHT), takers, slack))
             begin += len(own)
     starts = [turn % max(1, len(of_member)) for of_member in parts]
@@ -147,7 +148,7 @@ class AllReduce:
         # Members that have sent what no honest peer sends, or what exceeds the bounds, and what it was
         self.violations, self.excesses = self.reducer.violations, self.reducer.excesses
         self._arrived: set[Part] = set()  # parts that have their average
-        for part in chain(*self.parts.values()):  # without an average, parameters stay
+        for part in chain(*self.parts.values()):  # without an average, parameters that this peer takes stay
             if not part.is_gradient and (part.takers is None or self.peer_id in part.takers):
                 part.output.copy_(part.own)
 

@@ -13,8 +13,8 @@ logger = get_logger(__name__)
 
 MAX_SILENCES, SPARE_SECONDS = 2, 600.0  # rounds after which a silent reducer gets no share, and for how long
 LEAVE_OUT_SECONDS = 600.0  # for which a leader of a false group leads this peer no more
-# Consecutive groups without most peers after which their leader does not, and seconds for which it does not: doubled by
-# each further one. It may have reached no others.
+# Consecutive groups without most peers after which their leader does not, and seconds for which it does not, doubled
+# by each further one. It may have reached no others.
 MAX_SMALL, SMALL_GROUP_SECONDS = 2, 60.0
 
 
@@ -73,12 +73,11 @@ class Conduct:
     ) -> None:
         """Record the reducers of a round that have answered nothing.
 
-        For a while, or until one answers, this peer does not follow those that were silent repeatedly, and says so in
-        its claims. Silence counts only if half of the other members confirm the group: a leader may tell each one of
-        another group.
+        For a while, or until it answers, this peer does not follow one that was silent repeatedly, and says so in its
+        claims. Silence counts only if half of the others confirm the group: a leader may tell each of another one.
 
-        :param confirming, refusing: members that have sent something in this group, and that do not know it
-        :param answering: reducers that have answered
+        :param confirming, refusing, answering: members that have sent something in this group, that do not know it, and
+          that have answered as reducers
         """
         for peer_id in answering:
             del self._silent[peer_id]

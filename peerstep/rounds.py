@@ -45,10 +45,6 @@ logger = get_logger(__name__)
 # Bound on the distance between two peers' parameters, in learning rates, as a root mean square over the elements of a
 # part, beside PARAMETER_CHANGE of their norm: honest ones differ by less than an update.
 PARAMETER_STEPS = 2.0
-# Further distance between peers whose steps had several groups, in what this peer's parameters have moved since they
-# were averaged. With local updates, 9 trainers in groups of 2, and 16 steps between two averages none was
-# refused; without it some were in the first of these rounds.
-DRIFT = 1.0
 BAN_SECONDS = 600.0  # duration of the ban for values that are not finite; short, since the fault may be transient
 REPORT_SECONDS = 600.0  # between two warnings about values of the same peer that were scaled down
 COMPLETE = 0.95  # fraction of the elements after which the members count as equal
@@ -352,14 +348,8 @@ class RoundAverager(SafeAverager):
         if math.isinf(self._averaged_at):  # the first round
             self._averaged_at = step - 1
             torch._foreach_copy_(self.averaged_parameters, self.parameters)
-        has_drifted = self._split_at >= self._averaged_at >= step - 2 * self.average_parameters_every
-        cut_parameters = partial(
-            cut,
-            TensorRole.PARAMETER,
-            self.parameters,
-            self.averaged_parameters,
-            drift=DRIFT if has_drifted else 0.0,
-        )
+        drifts = self._split_at >= self._averaged_at >= step - 2 * self.average_parameters_every
+        cut_parameters = partial(cut, TensorRole.PARAMETER, self.parameters, self.averaged_parameters, drifts=drifts)
         self._averaged_at = step if self.includes_parameters(step) else self._averaged_at
         given = standing.shares_to_give(shares)
         if self.includes_parameters(step) or (any(standing.lacking) and not any(given)):
