@@ -76,8 +76,8 @@ class Conduct:
         For a while, or until it answers, this peer does not follow one that was silent repeatedly, and says so in its
         claims. Silence counts only if half of the others confirm a group: a leader may tell each of another.
 
-        :param confirming, refusing, answering: members that have sent something in this group, do not know it, and have
-          answered as reducers
+        :param confirming, refusing, answering: members that have sent something in this group, do not know it, and
+          have answered as reducers
         """
         for peer_id in answering:
             del self._silent[peer_id]
