@@ -19,7 +19,7 @@ from tests.support.simulated_time import EPOCH
 
 pytestmark = [pytest.mark.peers, pytest.mark.usefixtures("patches")]
 
-FAILED_ONCE = [1, 5, 18, 20, 21, 25, 26, 30, 32, 34, 35]  # seeds after which trainers stayed alone, or forked
+FAILED_ONCE = [1, 18, 20, 21, 25, 26, 30, 32, 34, 35]  # seeds after which trainers stayed alone, or forked
 FIRST_SEED = int(os.environ.get("RANDOM_FAULTS_FROM", "1000"))
 SHORT_SECONDS = 120.0  # of the faults of a shortened plan
 LAST_SECONDS = 120.0  # of the peace, in which each trainer has to take part
@@ -113,6 +113,6 @@ def test_trainers_are_one_run_again_after_some_faults(seed, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", [*FAILED_ONCE, *range(FIRST_SEED, FIRST_SEED + 100)])
+@pytest.mark.parametrize("seed", [5, *FAILED_ONCE, *range(FIRST_SEED, FIRST_SEED + 100)])
 def test_trainers_are_one_run_again_after_many_faults(seed, tmp_path):
     run_plan(draw_plan(seed), tmp_path, peace=300.0)
