@@ -43,6 +43,7 @@ from cotrain.data.download import fetch_data
 from cotrain.data.loading import load_split
 from cotrain.data.manifest import Manifest
 from cotrain.data.packing import SCHEMAS
+from cotrain.data.preview import PREVIEW_NAME
 from cotrain.models.objectives import SPLITS
 from tests.support.peers import wait_until
 
@@ -216,7 +217,9 @@ def args(tmp_path, host) -> DatasetArguments:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    """Return the files of a folder but the preview, which archives leave out."""
+    files = (file for file in folder.rglob("*") if file.is_file() and file.name != PREVIEW_NAME)
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
 
 
 def assert_fetched(args: DatasetArguments, folders: dict[str, Path]) -> None:
