@@ -16,7 +16,7 @@ from peerstep.errors import SwarmError
 from peerstep.processes import EXIT_TEMPORARY as TEMPORARY
 
 # Modules that are in requirements-organiser.txt, but not in requirements.txt.
-ORGANISER_MODULES = {"boto3", "trackio"}
+ORGANISER_MODULES = {"boto3", "trackio", "trl"}
 # Modules that only some flags need -> how to install them
 INSTALL = {
     **dict.fromkeys(ORGANISER_MODULES, "pip install -r requirements-organiser.txt"),

@@ -13,7 +13,7 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # a template that marks 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # as transformers takes them
 _THINK, _END = (rf"[<\[]{slash}think(?:ing)?[>\]]" for slash in ("", "/"))
 _REASONING_TOKEN = re.compile(f"{_THINK}|{_END}", re.IGNORECASE)
-_OPENER, _EMPTY = re.compile(rf"{_THINK}\s*\Z", re.IGNORECASE), re.compile(rf"{_THINK}\s*{_END}\n*", re.IGNORECASE)
+_OPENER, _EMPTY = re.compile(rf"{_THINK}\s*\Z", re.IGNORECASE), re.compile(rf"\s*{_THINK}\s*{_END}\n*", re.IGNORECASE)
 _BLANK = "\U000f1234"  # for private use: in the place of what the model does not write
 _MARKS = re.compile("[\U000f0000\U000f0001]")  # that transformers puts around special tokens in a message
 
@@ -124,16 +124,23 @@ class ChatText:
 
         An empty block of reasoning belongs to the question: the model is not to write one.
 
-        :raises ValueError: if the question is not what stands before the answer
+        :raises ValueError: if the question is not what stands before the answer, or that block is before reasoning
         """
+        reasoning = find_reasoning(self.messages[number])
         for prompt in self._prompts(number):
             if self.text.startswith(prompt):
                 opener = _OPENER.search(prompt, max(0, len(prompt) - 40))
                 empty = _EMPTY.match(self.text, opener.start() if opener else len(prompt))
+                if empty and reasoning and reasoning in self.text:
+                    raise ValueError(
+                        f"it writes an empty block before the reasoning of message {number + 1}: state that by its key"
+                    )
                 prompt = self.text[: max(len(prompt), empty.end() if empty else 0)]
                 start = self._match(prompt)
                 if start is not None:
                     return start, len(prompt)
+        if reasoning not in self.text:
+            raise ValueError(f"it leaves out the reasoning of message {number + 1}, but asks for it")
         raise ValueError(f"it changes what is before message {number + 1}: that is not what the model is asked with")
 
     def _prompts(self, number: int) -> Iterator[str]:
@@ -183,6 +190,14 @@ class ChatText:
             if position < len(piece):
                 raise ValueError(f"it does not show where message {number + 1} begins")
         return begins
+
+    def check_answer(self, number: int, part: str) -> None:
+        """Raise ValueError if a part of the text lacks what answer `number` says, or the tools that it calls."""
+        message = self.messages[number]
+        calls = [call.get("function", call)["name"] for call in message.get("tool_calls") or ()]
+        said = _REASONING_TOKEN.split(message.get("content") or "")[-1].strip()
+        if lost := [x for x in (said, *calls) if x not in part]:
+            raise ValueError(f"it leaves out or changes {lost[0]!r:.40} of message {number + 1}")
 
     def find_stop(self, number: int, start: int, limit: int) -> int:
         """Return the token after an answer, whose first one is `start`: after the token that ends a turn.

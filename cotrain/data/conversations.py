@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from cotrain.common.errors import UserError, first_line
+from cotrain.common.errors import INSTALL, UserError, first_line
 from cotrain.data.chat_shapes import ChatReader
 from cotrain.data.chat_template import ChatText, find_reasoning
 from cotrain.data.corpus import Conversation
@@ -76,9 +76,11 @@ def take_training_template(tokenizer: PreTrainedTokenizerBase) -> bool:
 
     TRL's files are read without importing it, which takes seconds.
     """
-    package = find_spec("trl")
-    folders = package.submodule_search_locations if package else ()
-    for path in [path for folder in folders or () for path in sorted(Path(folder).glob("chat_templates/*.jinja"))]:
+    if (package := find_spec("trl")) is None:
+        print(f"The chat template does not write all that is learnt. TRL may have another one: {INSTALL['trl']}")
+        return False
+    folders = package.submodule_search_locations or ()
+    for path in [path for folder in folders for path in sorted(Path(folder).glob("chat_templates/*.jinja"))]:
         training = path.with_stem(f"{path.stem}_training")
         if path.read_text(encoding="utf-8").rstrip() == tokenizer.chat_template.rstrip() and training.exists():
             tokenizer.chat_template = training.read_text(encoding="utf-8")
@@ -112,6 +114,7 @@ def encode_conversation(
                     continue  # of the last answer it is written: without it, the answer is not what is asked for
             start, position = chat.find_start(number)
             stop = chat.find_stop(number, start, limit)
+            chat.check_answer(number, chat.text[position:limit])
             inside = [begin for begin, end in chat.marks if end > position and begin < limit]
             if inside or not chat.marks:
                 mask[max(start, chat.index(min(inside, default=0))) : stop] = 1

@@ -3,7 +3,10 @@
 
 import itertools
 import json
+import sys
 from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -50,24 +53,29 @@ CASES = {
     "control": [user("Ask END <think>\x07 one"), answer("A END b\x1b."), *THREE[2:]],
 }  # fmt: skip
 END, BLOCK = "<|im_end|>", "<think>\n\n</think>\n\n"
+NO_CALLS = {"tools": "it leaves out or changes 'find' of message 2"}
 # Template -> token that ends an answer, and the cases that it refuses, with a word of the reason
 EXPECTED: dict[str, tuple[str, dict[str, str]]] = {
-    **dict.fromkeys(("ChatML", "Qwen 2.5", "Qwen 3", "Phi 4", "LFM 2", "SmolLM 3", "Nemotron 3"), (END, {})),
+    **dict.fromkeys(("ChatML", "Qwen 2.5", "Qwen 3", "LFM 2", "SmolLM 3", "Nemotron 3"), (END, {})),
     "Qwen 3.5": (END, {"tools": "it changes what is before message 4"}),
+    "Phi 4": (END, NO_CALLS),
     "Llama 3": ("<|eot_id|>", {}),
     "Llama 2": ("</s>", {"tools": "alternate"}),
     "Mistral": ("</s>", {"tools": "alternate", "system": "alternate"}),
     "Gemma 2": ("<end_of_turn>", {"tools": "alternate", "system": "no system role"}),
     "Gemma 3": ("<end_of_turn>", {"tools": "alternate"}),
     "Gemma 4": ("<turn|>", {}),
-    **dict.fromkeys(("Zephyr", "Vicuna"), ("</s>", {})),
-    "OpenChat": ("<|end_of_turn|>", {}),
-    "Phi 3": ("<|end|>", {}),
-    "Tülu": ("<|endoftext|>", {}),
-    "Command R": ("<|END_OF_TURN_TOKEN|>", {}),
-    "Granite 3": ("<|end_of_text|>", {}),
-    "EXAONE": ("[|endofturn|]", {}),
-    "DeepSeek R1": ("<｜end▁of▁sentence｜>", {"reasoning": "it changes what is before message 6"}),
+    **dict.fromkeys(("Zephyr", "Vicuna"), ("</s>", NO_CALLS)),
+    "OpenChat": ("<|end_of_turn|>", NO_CALLS),
+    "Phi 3": ("<|end|>", NO_CALLS),
+    "Tülu": ("<|endoftext|>", NO_CALLS),
+    "Command R": ("<|END_OF_TURN_TOKEN|>", NO_CALLS),
+    "Granite 3": ("<|end_of_text|>", NO_CALLS),
+    "EXAONE": ("[|endofturn|]", NO_CALLS),
+    "DeepSeek R1": (
+        "<｜end▁of▁sentence｜>",
+        {"reasoning": "it leaves out the reasoning of message 6, but"},
+    ),
     "DeepSeek V3": ("<｜end▁of▁sentence｜>", {"tools": "can only concatenate str"}),
     "gpt-oss": ("<|return|>", {}),
 }
@@ -147,12 +155,12 @@ def test_generate_asks_with_a_prefix_of_what_was_trained(name, parts):
         except UserError as error:
             assert (name, has_reasoning) == ("DeepSeek R1", True) or "special token in the text" in str(error)
             continue
-        asked = encode_question(text, tokenizer)
+        asked = encode_question([user(text)], tokenizer)
         assert ids[: len(asked)].tolist() == asked and len(asked) == mask.argmax()
         special = {tokenizer.convert_tokens_to_ids(x) for x in typed} - {
             tokenizer.convert_tokens_to_ids(x) for x in ORDINARY
         }
-        fewer = encode_question("", tokenizer)
+        fewer = encode_question([user("")], tokenizer)
         assert sum(x in special for x in asked) == sum(x in special for x in fewer), "a user types text alone"
 
 
@@ -187,7 +195,9 @@ def test_data_without_reasoning_is_asked_for_none(name, block, capsys):
     tokenizer = prepare(name)
     drop_reasoning(tokenizer, ["[no reason]"])
     assert ("asks for none" in capsys.readouterr().out) == ("</think>" in PUBLISHED[name])
-    assert tokenizer.decode(encode_question("Ask", tokenizer)).endswith(("assistant\n" + block, "<｜Assistant｜>"))
+    assert tokenizer.decode(encode_question([user("Ask")], tokenizer)).endswith(
+        ("assistant\n" + block, "<｜Assistant｜>")
+    )
     if name == "Qwen 3":
         ask = {"add_generation_prompt": True, "tokenize": False}
         assert tokenizer.apply_chat_template([user("Ask")], **ask).endswith(block)
@@ -199,7 +209,7 @@ def test_data_with_reasoning_is_asked_for_it(row):
     tokenizer = prepare("Qwen 3.5")
     drop_reasoning(tokenizer, [json.dumps([user("Ask"), *row])])
     assert not tokenizer.chat_template.startswith(NO_REASONING)
-    assert tokenizer.decode(encode_question("Ask", tokenizer)).endswith("assistant\n<think>\n")
+    assert tokenizer.decode(encode_question([user("Ask")], tokenizer)).endswith("assistant\n<think>\n")
 
 
 def test_trl_template_is_taken_where_it_has_one(tmp_path, monkeypatch, capsys):
@@ -219,6 +229,61 @@ def test_trl_template_is_taken_where_it_has_one(tmp_path, monkeypatch, capsys):
     set_end_of_turn(tokenizer)
     assert tokenizer.eos_token == END
     assert encode(prepare("Qwen 3"), CASES["reasoning"])[2] == 0
+
+
+LEFT_OUT = "it leaves out the reasoning of message"
+# Of TRL: template -> what it says of reasoning in `content`, of reasoning by its key, and of calls of tools
+OF_TRL = {
+    **dict.fromkeys(("qwen3", "qwen3_5_think", "qwen3_6", "nemotron_3_nano", "nemotron_3_ultra"), ("", "", "")),
+    "glm4moe": ("", "", ""),
+    "qwen3_8": ("it writes an empty block before the reasoning of message 2: state that by its key", "", ""),
+    "deepseek_r1_distill": ("", LEFT_OUT, "it leaves out or changes 'find' of message 2"),
+    "deepseekv3": (LEFT_OUT, LEFT_OUT, ""),
+    "smolvlm": ("it leaves out or changes 'Said.' of message 2", "it leaves out or changes 'Said.'", "no element 0"),
+}
+
+
+@pytest.mark.parametrize("name", OF_TRL)
+def test_templates_of_trl_learn_what_the_model_is_asked_for(name, capsys):
+    folder = Path(find_spec("trl").submodule_search_locations[0], "chat_templates")
+    template = (folder / f"{name}.jinja").read_text(encoding="utf-8")
+    tokenizer = make_tokenizer(template)
+    set_end_of_turn(tokenizer)
+    has_other = name != "smolvlm"
+    assert (f"TRL's {name}_training.jinja" in capsys.readouterr().out) == has_other
+    said = [answer(think("Why.", "Said.")), answer("Said.", reasoning_content="Why."), answer("", tool_calls=[CALL])]
+    for message, refused in zip(said, OF_TRL[name], strict=True):
+        more = [{"role": "tool", "content": "3"}, answer("Three.")] if message["content"] == "" else []
+        messages, tools = [user("Ask"), message, *more], TOOLS if more else None
+        if refused:
+            with pytest.raises(UserError, match=refused):
+                encode(tokenizer, messages, tools)
+            continue
+        ids, learnt, dropped = encode(tokenizer, messages, tools)
+        assert ids.tolist() == tokenizer.apply_chat_template(messages, tools=tools)["input_ids"] and not dropped
+        assert "Ask" not in "".join(learnt) and (more or ("Why." in learnt[0] and "Said." in learnt[0]))
+        if not more:
+            asked = encode_question([user("Ask")], tokenizer)
+            rest = tokenizer.decode(ids[len(asked) :])
+            assert ids[: len(asked)].tolist() == asked and learnt[0] == rest.rstrip("\n")
+    if has_other:
+        tokenizer = make_tokenizer(template)
+        set_end_of_turn(tokenizer)
+        drop_reasoning(tokenizer, ["none"])
+        ids, learnt, _ = encode(tokenizer, THREE)
+        assert [text.strip().partition(".")[0] for text in learnt] == ["First", "Second", "Third"]
+        asked = encode_question([user("Ask one")], tokenizer)
+        assert ids[: len(asked)].tolist() == asked and tokenizer.decode(ids[len(asked) :]).lstrip().startswith(
+            "First."
+        )
+
+
+def test_without_trl_a_line_says_what_may_help(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "trl", None)
+    prepare("ChatML")
+    assert capsys.readouterr().out == ""
+    prepare("Qwen 3")
+    assert "TRL may have another one: pip install -r requirements-organiser.txt\n" in capsys.readouterr().out
 
 
 # --- tokens ----------------------------------------------------------------------------------------------------------
