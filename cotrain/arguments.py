@@ -327,6 +327,7 @@ class ModelArguments(Flags, group="Model and data"):
     )
     lora_alpha: float | None = setting(None, "Scale of the adapters. Default: twice --lora_rank")
     lora_targets: str = setting("all-linear", "Layers with adapters: all-linear, or names such as q_proj,v_proj")
+    lora_tokens: str = setting("", "Tokens whose embeddings are trained with the adapters: <|im_start|>,<|im_end|>")
     seq_length: int | None = setting(None, "Sequence length in tokens. Default: that of the prepared data")
     mlm_probability: float = setting(0.15, "Fraction of tokens to predict in masked LM", below=1)
     tokenizer_path: str = flag("data/tokenizer", "Folder with the tokenizer, written by tokenize_wikitext103.py")
@@ -351,6 +352,7 @@ class ModelArguments(Flags, group="Model and data"):
         super().__post_init__()
         self.from_pretrained |= self.lora_rank is not None
         require(self.lora_rank or self.lora_targets == "all-linear", "--lora_targets also needs --lora_rank")
+        require(self.lora_rank or not self.lora_tokens, "--lora_tokens also needs --lora_rank")
         is_text = self.task is None or self.lora_rank is None
         require(is_text, "--lora_rank is for language models: drop it, and use peft in the file of --task")
         if self.task is not None:

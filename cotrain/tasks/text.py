@@ -59,7 +59,7 @@ class TextTask(Task):
             from cotrain.models.adapters import add_adapters  # seconds, for peft
 
             build = partial(load_pretrained, args=self.args) if self.has_weights else build_without_weights
-            model = add_adapters(build(self.config), self.args)
+            model = add_adapters(build(self.config), self.args, self.tokenizer)
         self.is_packed = self.objective.has_answers and keeps_apart(model)
         return model
 

@@ -27,7 +27,8 @@ MAX_FLOAT = 10**9  # parameters of a model without adapters that is computed in 
 # Others of peft's name files, repositories or modules to import: `megatron_core`, `corda_config`, `auto_mapping`
 _ADAPTER_FIELDS = (
     "base_model_name_or_path revision r lora_alpha lora_dropout target_modules exclude_modules fan_in_fan_out bias "
-    "task_type modules_to_save rank_pattern alpha_pattern use_rslora use_dora layers_to_transform layers_pattern"
+    "task_type modules_to_save rank_pattern alpha_pattern use_rslora use_dora layers_to_transform layers_pattern "
+    "trainable_token_indices"
 )
 _REMEDY = "pass a folder with config.json, model.safetensors and a tokenizer, or an --output_dir with a checkpoint"
 

@@ -22,9 +22,9 @@ def build(name: str, checkpointing: bool = False) -> torch.nn.Module:
     """Build a Llama with adapters of rank 16, without weights."""
     config = LlamaConfig(**SIZES[name], vocab_size=128256, num_attention_heads=32, tie_word_embeddings=name == "1B")
     config.architectures = ["LlamaForCausalLM"]
-    names = {"model_name_or_path": "x", "model_revision": None}
+    names = {"model_name_or_path": "x", "model_revision": None, "lora_tokens": ""}
     args = SimpleNamespace(lora_targets="all-linear", lora_rank=16, lora_alpha=None, **names)
-    model = add_adapters(build_without_weights(config), args).train()
+    model = add_adapters(build_without_weights(config), args, SimpleNamespace(chat_template=None)).train()
     if checkpointing:
         enable_gradient_checkpointing(model)
     return model

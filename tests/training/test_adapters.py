@@ -1,5 +1,6 @@
 """Fine-tuning with adapters, without peers."""
 
+import copy
 import json
 import shutil
 from functools import partial
@@ -19,15 +20,17 @@ from cotrain.arguments import DatasetArguments, ModelArguments
 from cotrain.common.errors import UserError
 from cotrain.models import model as models
 from cotrain.models.adapters import add_adapters
-from cotrain.models.model import enable_gradient_checkpointing, to_float
+from cotrain.models.model import build_without_weights, enable_gradient_checkpointing, to_float
 from cotrain.models.pretrained import digest_weights, load_pretrained
 from cotrain.monitoring.evaluation import Evaluator
+from cotrain.monitoring.export import export
 from cotrain.tasks.task_loading import build_initial_model, load_task
 from cotrain.training.builders import build_param_groups
 from cotrain.training.pretrained import find_checkpoint, load_checkpoint
+from tests.support.conversations import make_chat_tokenizer
 from tests.support.peers import prepare_data
 
-VOCAB_SIZE = 600
+VOCAB_SIZE, END = 600, "<|im_end|>"
 
 
 @pytest.fixture(scope="module")
@@ -277,12 +280,59 @@ def test_wrong_flags_are_refused(prepared, base, monkeypatch, flags, fault):
         build(arguments(prepared, base, **flags))
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("untrained", ["zero", "equal", "none"])
+def test_tokens_that_the_base_never_saw_are_named_and_trained_by_a_flag(prepared, tmp_path, caplog, tied, untrained):
+    tokenizer = make_chat_tokenizer("chatml")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    base = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), tie_word_embeddings=tied, **sizes))
+    weight, numbers = base.get_input_embeddings().weight.data, tokenizer.convert_tokens_to_ids(["<|im_start|>", END])
+    if untrained != "none":
+        weight[numbers] = 0 if untrained == "zero" else weight.mean(dim=0) + 1
+    base.save_pretrained(tmp_path / "base")
+    flags = {"model_name_or_path": str(tmp_path / "base"), "lora_rank": 2}
+    add_adapters(copy.deepcopy(base), ModelArguments(**flags), tokenizer)
+    lines = [record.getMessage() for record in caplog.records if "never trained" in record.getMessage()]
+    assert len(lines) == (untrained != "none") and all("--lora_tokens '<|im_start|>,<|im_end|>'" in x for x in lines)
+    caplog.clear()
+    model = add_adapters(base, ModelArguments(**flags, lora_tokens="<|im_start|>,<|im_end|>"), tokenizer)
+    assert "never trained" not in caplog.text
+    rows = [parameter for name, parameter in model.named_parameters() if "trainable_tokens" in name]
+    assert [(x.shape, x.dtype, x.requires_grad) for x in rows] == [((2, 32), torch.float32, True)] * (2 - tied)
+    change(model)
+    expected = model(input_ids=torch.tensor([[numbers[0], 20, numbers[1]]])).logits
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "exported").mkdir()
+    export(tmp_path / "model", tmp_path / "exported", "title", None, ollama=False)
+    for loaded in (load_checkpoint(tmp_path / "model")[0], LlamaForCausalLM.from_pretrained(tmp_path / "exported")):
+        logits = loaded(input_ids=torch.tensor([[numbers[0], 20, numbers[1]]])).logits
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_observers_have_the_rows_of_tokens_as_trainers_have_them(tmp_path):
+    """They download the state into it; a wrong name is an error of everyone."""
+    tokenizer = make_chat_tokenizer("chatml")
+    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+                         num_attention_heads=4, architectures=["LlamaForCausalLM"])  # fmt: skip
+    args = ModelArguments(model_name_or_path="base", lora_rank=2, lora_tokens="<|im_end|>")
+    shapes = [
+        {name: x.shape for name, x in add_adapters(base, args, tokenizer).named_parameters() if x.requires_grad}
+        for base in (LlamaForCausalLM(config), build_without_weights(config))
+    ]
+    assert shapes[0] == shapes[1] and sum("trainable_tokens" in name for name in shapes[0]) == 2
+    args = ModelArguments(model_name_or_path="base", lora_rank=2, lora_tokens="<|im_End|>")
+    with pytest.raises(UserError, match=r"--lora_tokens: the tokenizer has no token '<\|im_End\|>'"):
+        add_adapters(LlamaForCausalLM(config), args, tokenizer)
+
+
 @pytest.mark.gpu
 def test_a_base_in_4_bits_learns_on_a_gpu(base):
     pytest.importorskip("bitsandbytes")
     config = LlamaConfig.from_pretrained(base, architectures=["LlamaForCausalLM"])
     args = DatasetArguments(model_name_or_path=str(base), dataset_path="none", lora_rank=4, load_in_4bit=True)
-    model = add_adapters(load_pretrained(config, args), args).to("cuda:0").train()
+    model = add_adapters(load_pretrained(config, args), args, SimpleNamespace(chat_template=None)).to("cuda:0").train()
     optimizer, losses = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.01), []
     for _ in range(10):
         with torch.autocast("cuda", dtype=torch.bfloat16):
