@@ -220,7 +220,7 @@ def test_pages_state_the_defaults_of_flags():
         for page in PAGES
         for name, number in re.findall(r"`--(\w+)` \((\d[\d,.]*)\)", read_page(page))
     ]
-    assert len(stated) >= 9
+    assert len(stated) >= 8
     assert not [(page, name, number) for page, name, number in stated if defaults[name] != number]
 
 
