@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -11,8 +11,9 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils import MSGPackSerializer
 from hivemind.utils.crypto import RSAPrivateKey
 
-from peerstep.claims import MAX_SILENT, SIGNATURE_BYTES, Claims, parse_claims, sign, tag_of, verify
+from peerstep.claims import KEY_BYTES, MAX_SILENT, PROOF_BYTES, Claims, parse_claims, sign, tag_of, verify
 from peerstep.clock import run_time
+from peerstep.records import signer_of
 
 KNOWN_SECONDS = 180.0  # for which a peer that was in a roster is no stranger; its report lives as long
 MAX_HELD_REQUESTS = 1024  # of a leader
@@ -60,10 +61,15 @@ class KnownPeers:
         assert self.private_key is not None
         return sign(self.private_key, self._scope(self.peer_id, step, leader), claims.pack())
 
-    def has_signed(self, peer_id: PeerID, step: int, leader: PeerID, entry: bytes) -> bool | None:
-        """Return whether a peer has signed an entry; None if this peer does not know it."""
-        key = self.public_keys.get(peer_id)
-        return None if key is None else verify(key, self._scope(peer_id, step, leader), entry)
+    def has_signed(self, peer_id: PeerID, step: int, leader: PeerID, entry: bytes) -> bool:
+        """Return whether a peer has signed an entry, with the key from which its peer ID follows."""
+        with suppress(ValueError):
+            return signer_of(entry[-KEY_BYTES:]) == peer_id and verify(self._scope(peer_id, step, leader), entry)
+        return False
+
+    def are_mostly_known(self, peer_ids: Collection[PeerID]) -> bool:
+        """Whether a third at most are strangers. A report may be late, or be shown to one reader only."""
+        return 3 * len({*peer_ids} - {self.peer_id, *self.public_keys}) <= len(peer_ids)
 
     def _scope(self, peer_id: PeerID, step: int, leader: PeerID) -> bytes:
         return MSGPackSerializer.dumps([self.run, step, leader.to_bytes(), peer_id.to_bytes()])
@@ -72,10 +78,10 @@ class KnownPeers:
         """Raise ValueError unless each entry is what its peer has asked this leader with, for this step and lately."""
         if entries.get(self.peer_id) != own or leader not in entries:
             raise ValueError("without what this peer has sent, or without its leader")
-        claims = {peer_id: parse_claims(entry[:-SIGNATURE_BYTES]) for peer_id, entry in entries.items()}
+        claims = {peer_id: parse_claims(entry[:-PROOF_BYTES]) for peer_id, entry in entries.items()}
         for peer_id in entries.keys() - {self.peer_id}:
-            if not (is_signed := self.has_signed(peer_id, step, leader, entries[peer_id])):
-                raise ValueError(f"{peer_id} {'is unknown' if is_signed is None else 'has not signed its entry'}")
+            if not self.has_signed(peer_id, step, leader, entries[peer_id]):
+                raise ValueError(f"{peer_id} has not signed its entry")
             if not self.is_fresh(leader, peer_id, claims[peer_id].asked_at):
                 raise ValueError(f"an old entry of {peer_id}")
         if not any(of_peer.bandwidth for of_peer in claims.values()):

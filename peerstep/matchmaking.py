@@ -4,7 +4,7 @@ Every peer ranks the roster of a step in the same order. The peer asks the first
 the next one only if the first cannot be reached. Each step has a separate key, so peers of different steps never meet.
 A peer that is asked before it has reached the step holds the request until then. The leader begins when the step is
 due and all peers of the roster have asked, or `min_matchmaking_time` after the step was due. It passes on what each
-peer has signed, see claims.py; the members check that, and that no peer is unknown and few are missing.
+peer has signed, see claims.py; the members check that, and that few peers are missing and few are strangers.
 hivemind/averaging/matchmaking.py knows neither the step nor the peers.
 """
 
@@ -27,7 +27,7 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils import get_logger
 from hivemind.utils.crypto import RSAPrivateKey
 
-from peerstep.claims import SIGNATURE_BYTES, deal, parse_claims, rank
+from peerstep.claims import PROOF_BYTES, deal, parse_claims, rank
 from peerstep.conduct import Conduct
 from peerstep.known_peers import MAX_HELD_REQUESTS, STALE_SECONDS, KnownPeers, parse_list, read_peer_id
 
@@ -39,7 +39,6 @@ RETRY_SECONDS = 1.0  # before an unreachable leader is asked again
 POLL_SECONDS = 0.05  # between two looks at who has asked, whether the step is due, or an answer has come
 MAX_ABSENCES = 2  # consecutive rounds that a peer may miss before leaders stop waiting for it
 MAX_STEP_DIGITS = 18  # of a step in a request
-UNKNOWN_SECONDS = 5.0  # for which a member waits until it has read the report of another one
 # As many thirds of the expected peers are in a group, or it waits for SMALL_SECONDS longer. With half of them, one key
 # beside four trainers made two groups of three, in which nothing bounds its weight.
 LEAST_THIRDS, SMALL_SECONDS = 2, 4.0
@@ -103,10 +102,9 @@ class _Request:
     """Request of another peer to join this peer's group."""
 
     step: int
-    entry: bytes  # signed claims
+    entry: bytes  # signed claims, which `_refuse` has checked
     answer: asyncio.Future  # of the list of entries, of the leader to ask instead, or of None (no group)
     due: asyncio.Future  # set once the step is due at this peer, which leads
-    is_signed: bool | None = None  # None: this peer has not read the sender's report
 
 
 def parse_step(key: str) -> int | None:
@@ -243,11 +241,10 @@ class StepMatchmaking(Matchmaking):
         for peer_id, request in self._requests.items():
             if request.step != search.control.step or request.answer.done() or self.conduct.is_banned(peer_id):
                 continue
-            if request.is_signed is None:
-                request.is_signed = self._known.has_signed(peer_id, request.step, self.peer_id, request.entry)
-            asked_at = parse_claims(request.entry[:-SIGNATURE_BYTES]).asked_at
+            asked_at = parse_claims(request.entry[:-PROOF_BYTES]).asked_at
             # Half of the time: the members' clocks may differ from this one
-            if request.is_signed and self._known.is_fresh(self.peer_id, peer_id, asked_at, STALE_SECONDS / 2):
+            is_fresh = self._known.is_fresh(self.peer_id, peer_id, asked_at, STALE_SECONDS / 2)
+            if is_fresh and peer_id in self._known.public_keys:
                 joined[peer_id] = request
         return joined
 
@@ -274,7 +271,7 @@ class StepMatchmaking(Matchmaking):
         return self._deal(search, entries, self.peer_id)
 
     def _deal(self, search: Search, entries: Mapping[PeerID, bytes], leader: PeerID) -> GroupInfo:
-        claims = {peer_id: parse_claims(entry[:-SIGNATURE_BYTES]) for peer_id, entry in entries.items()}
+        claims = {peer_id: parse_claims(entry[:-PROOF_BYTES]) for peer_id, entry in entries.items()}
         self._known.record_members(leader, claims)
         search.listed, self.led_by = claims.keys(), leader
         groups = deal(search.control.step, claims, self.target_group_size)
@@ -316,7 +313,7 @@ class StepMatchmaking(Matchmaking):
         finally:
             search.leader = None
         if message.code == averaging_pb2.BEGIN_ALLREDUCE:
-            return await self._accept_group(search, leader, own, message)
+            return self._accept_group(search, leader, own, message)
         is_known = message.code in averaging_pb2.MessageCode.values()
         code = averaging_pb2.MessageCode.Name(message.code) if is_known else f"unknown code {message.code}"
         search.failures[leader] = time.monotonic(), code
@@ -351,7 +348,7 @@ class StepMatchmaking(Matchmaking):
             # A stream cannot be closed while something waits for its next message.
             await asyncio.gather(message, return_exceptions=True)
 
-    async def _accept_group(
+    def _accept_group(
         self, search: Search, leader: PeerID, own: bytes, message: averaging_pb2.MessageFromLeader
     ) -> GroupInfo | None:
         """Return this peer's group in a leader's list; None if the list is false, or too many peers are missing.
@@ -359,9 +356,7 @@ class StepMatchmaking(Matchmaking):
         :param own: what this peer has sent to the leader
         """
         try:
-            entries, until = parse_list(message), time.monotonic() + UNKNOWN_SECONDS
-            while entries.keys() - {self.peer_id, *self._known.public_keys} and time.monotonic() < until:
-                await asyncio.sleep(POLL_SECONDS)  # the reports are read meanwhile
+            entries = parse_list(message)
             self._known.check_list(entries, search.control.step, leader, own)
         except ValueError as error:
             search.given_up.add(leader)
@@ -369,9 +364,10 @@ class StepMatchmaking(Matchmaking):
             return None
         is_small = not self._are_enough(search, entries)
         self.conduct.record_group(leader, len(entries), is_small)
-        if not is_small:
+        if not is_small and self._known.are_mostly_known(entries):
             return self._deal(search, entries, leader)
-        logger.info(f"{leader} formed a group of {len(entries)} without most others: asking another peer to lead")
+        fault = "without most others" if is_small else "with many strangers"
+        logger.info(f"{leader} formed a group of {len(entries)} {fault}: asking another peer to lead")
         search.given_up.add(leader)
         return None
 
@@ -388,12 +384,12 @@ class StepMatchmaking(Matchmaking):
         if is_large or self.conduct.is_banned(peer_id) or self.client_mode or peer_id == self.peer_id:
             return averaging_pb2.PROTOCOL_VIOLATION
         try:
-            parse_claims(request.gather[:-SIGNATURE_BYTES])
+            parse_claims(request.gather[:-PROOF_BYTES])
         except ValueError:
             return averaging_pb2.PROTOCOL_VIOLATION  # it would make the round fail at all members
         if step <= self.finished_step:
             return averaging_pb2.NOT_LOOKING_FOR_GROUP
-        if self._known.has_signed(peer_id, step, self.peer_id, request.gather) is False:
+        if not self._known.has_signed(peer_id, step, self.peer_id, request.gather):
             return averaging_pb2.PROTOCOL_VIOLATION
         is_known = peer_id in self._requests or peer_id in self._known.public_keys
         if len(self._requests) >= MAX_HELD_REQUESTS and not is_known:

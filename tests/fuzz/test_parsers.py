@@ -43,7 +43,7 @@ from cotrain.monitoring.aggregation import MetricsAggregator
 from cotrain.monitoring.contributors import Contributors
 from cotrain.peer.run_config import RunConfig, check_safe, choose, refuse_differences
 from peerstep.bounds import MIN_WEIGHT, Bounds, ViolationError
-from peerstep.claims import SIGNATURE_BYTES, Claims, deal, parse_claims
+from peerstep.claims import PROOF_BYTES, Claims, deal, parse_claims
 from peerstep.compression import COMPRESSIONS
 from peerstep.history import MAX_STEP, NUM_MARKS, add_mark, parse_marks
 from peerstep.known_peers import MAX_HELD_REQUESTS, parse_list
@@ -231,7 +231,7 @@ def test_groups(draw):
     packed = draw(damaged(Claims(100.0, 1.0, True, 5.0, (bytes(8),)).pack()))
     parsed = bounded(parse_claims, packed)
     assert parsed is None or (0 <= parsed.bandwidth <= 1e9 and 0 <= parsed.distance <= 1e6)
-    claims = packed + bytes(SIGNATURE_BYTES)
+    claims = packed + bytes(PROOF_BYTES)
     other = draw(damaged(b"\x12\x20" + bytes(32)))
     members = draw(altered([PEER.to_bytes(), other], most=1))
     message = build(averaging_pb2.MessageFromLeader, ordered_peer_ids=members, gathered=[claims] * 2)
@@ -248,6 +248,7 @@ def test_groups(draw):
     schema, peer = draw(st.sampled_from([b"schema"] * 3 + [b""])), draw(st.sampled_from([b"other"] * 3 + [b"banned"]))
     request = averaging_pb2.JoinRequest(schema_hash=schema, gather=claims, group_key=key)
     asked = matchmaking()
+    asked._known.has_signed = lambda *_: True
     asked.finished_step = draw(st.sampled_from([-1, 16, 17, 2**62]))
     asked._requests = dict.fromkeys(range(draw(st.sampled_from([0, MAX_HELD_REQUESTS]))))
     asked.conduct.ban(PeerID(b"banned"), time.time() + 60)

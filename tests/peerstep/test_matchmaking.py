@@ -18,14 +18,16 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils.crypto import RSAPrivateKey
 
 from peerstep import conduct, known_peers, matchmaking
-from peerstep.claims import Claims, parse_claims, rank, sign
+from peerstep.claims import PROOF_BYTES, Claims, parse_claims, rank, sign
 from peerstep.clock import run_time
 from peerstep.matchmaking import RosterEntry, StepMatchmaking, parse_step
+from peerstep.records import signer_of
 
 pytestmark = pytest.mark.usefixtures("patches", "clock")
 
 PATIENCE = 0.6  # min_matchmaking_time in seconds
 CLAIMS = Claims(100.0).pack()
+SIGNERS: dict[bytes, PeerID] = {}  # by subkey; the peer IDs are none of keys, so that their order is known
 
 
 def make_ids(number: int) -> list[PeerID]:
@@ -35,7 +37,9 @@ def make_ids(number: int) -> list[PeerID]:
 
 @functools.cache
 def key_of(peer_id: PeerID) -> RSAPrivateKey:
-    return RSAPrivateKey()
+    key = RSAPrivateKey()
+    SIGNERS[RSASignatureValidator(key).local_public_key] = peer_id
+    return key
 
 
 def subkey_of(peer_id: PeerID) -> bytes:
@@ -132,6 +136,7 @@ class Network:
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
+    monkeypatch.setattr(known_peers, "signer_of", lambda subkey: SIGNERS.get(subkey) or signer_of(subkey))
     monkeypatch.setattr(matchmaking, "RETRY_SECONDS", 0.1)
     monkeypatch.setattr(matchmaking, "LEADER_MARGIN", 0.3)
     monkeypatch.setattr(matchmaking, "SMALL_SECONDS", 0.5)
@@ -420,11 +425,11 @@ async def test_banned_peer_is_left_out():
         assert (await anext(answers)).code == averaging_pb2.PROTOCOL_VIOLATION
 
 
-SIGNATURE = bytes(256)
+PROOF = bytes(PROOF_BYTES)
 
 
 def request(
-    number: int = 1, schema_hash: bytes = b"schema", gather: bytes = CLAIMS + SIGNATURE
+    number: int = 1, schema_hash: bytes = b"schema", gather: bytes = CLAIMS + PROOF
 ) -> averaging_pb2.JoinRequest:
     return averaging_pb2.JoinRequest(schema_hash=schema_hash, group_key=str(number), gather=gather)
 
@@ -435,8 +440,13 @@ MALFORMED_CLAIMS = [
     *(Claims(100.0, asked_at=time) for time in (math.nan, math.inf, -1.0)),
     Claims(100.0, silent=(bytes(8),) * 9),
 ]
-MALFORMED = [b"", CLAIMS, CLAIMS[:-1] + SIGNATURE, *(CLAIMS + bytes(257 + number) for number in (0, 10**6, 4_190_000))]
-MALFORMED += [claims.pack() + SIGNATURE for claims in MALFORMED_CLAIMS]
+MALFORMED = [
+    b"",
+    CLAIMS,
+    CLAIMS[:-1] + PROOF,
+    *(CLAIMS + bytes(PROOF_BYTES + 1 + number) for number in (0, 10**6, 4_190_000)),
+]
+MALFORMED += [claims.pack() + PROOF for claims in MALFORMED_CLAIMS]
 LARGE_FIELD = b"\xfa\x07" + b"\x80\x89\x7a" + bytes(2_000_000)  # of a number that the message does not have
 
 
@@ -658,7 +668,11 @@ FALSE_LISTS = {
     "without its leader": lambda entries: {p: e for p, e in entries.items() if p != LEADER},
     "an invented distance": lambda entries: (
         entries
-        | {p: Claims(0.0, 64.0, asked_at=run_time()).pack() + e[-256:] for p, e in entries.items() if p in MEMBERS}
+        | {
+            p: Claims(0.0, 64.0, asked_at=run_time()).pack() + e[-PROOF_BYTES:]
+            for p, e in entries.items()
+            if p in MEMBERS
+        }
     ),
     "its own signature": lambda entries: (
         entries | {p: sign(key_of(LEADER), b"", Claims(0.0, 64.0, asked_at=run_time()).pack()) for p in MEMBERS}
@@ -779,16 +793,36 @@ async def test_peers_that_return_are_not_missed():
     assert all(network.peers[peer_id].conduct.may_lead(other) for peer_id in ids[:2] for other in ids)
 
 
-async def test_member_waits_until_it_has_read_the_report_of_a_newcomer():
-    """The leader has read it a moment before."""
+async def test_member_needs_no_report_of_another_one(clock):
+    """The leader has read it a moment before. One key that showed it to a leader alone made it lead no more."""
     network, ids = make_network(4)
-    newcomer = ids[3]
-    forget(network, newcomer, by=ids[1:3])
-    searches = [network.search(peer_id)[1] for peer_id in ids]
-    await asyncio.sleep(1.0)
-    assert [search.done() for search in searches] == [True, False, False, True], newcomer
-    network.know(ids)
-    assert_one_group(await asyncio.gather(*searches), ids)
+    forget(network, ids[3], by=ids[1:3])
+    begun = clock.now
+    assert_one_group(await network.find(ids), ids)
+    assert clock.now - begun < 2.0
+    assert all(network.peers[peer_id].conduct.may_lead(ids[0]) for peer_id in ids)
+
+
+async def test_list_with_many_strangers_is_left_and_frames_nobody():
+    """Keys without reports cost nothing: 60 of them, which reduce nothing, would have most of each gradient."""
+    network, ids = make_network(4)
+    strangers = set(make_ids(7)) - {*ids}
+    leader = FalseLeader(network, ids[0], lambda entries: entries | {p: entry_of(p, ids[0]) for p in strangers})
+    assert_one_group(await network.find(ids[1:]), ids[1:])
+    assert all(network.peers[peer_id].conduct.may_lead(ids[0]) for peer_id in ids)
+    assert leader.asked
+
+
+async def test_key_of_another_peer_signs_nothing():
+    """A member's peer ID follows from its key."""
+    network, ids = make_network(3)
+    entries = {peer_id: entry_of(peer_id, ids[0]) for peer_id in ids}
+    network.peers[ids[1]]._known.check_list(entries, 1, ids[0], entries[ids[1]])
+    scope = network.peers[ids[0]]._known._scope(ids[2], 1, ids[0])
+    for key in (key_of(ids[0]), RSAPrivateKey()):
+        false = sign(key, scope, Claims(100.0, asked_at=run_time()).pack())
+        with pytest.raises(ValueError, match="has not signed"):
+            network.peers[ids[1]]._known.check_list(entries | {ids[2]: false}, 1, ids[0], entries[ids[1]])
 
 
 async def test_group_in_which_nobody_reduces_is_false():

@@ -28,7 +28,7 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 from peerstep import known_peers
 from peerstep import uplink as uplink_module
 from peerstep.base import SafeAverager
-from peerstep.claims import SIGNATURE_BYTES
+from peerstep.claims import KEY_BYTES, PROOF_BYTES, SIGNATURE_BYTES
 from peerstep.matchmaking import StepMatchmaking
 from peerstep.records import RunValidator, signer_of
 from peerstep.state import TrainingStateAverager
@@ -43,6 +43,10 @@ class SimulatedKey:
 
     def __init__(self, subkey: bytes):
         self._secret = b"secret of " + subkey
+        self._public_key = RSAPublicKey.from_bytes(RSASignatureValidator._PUBLIC_KEY_RE.fullmatch(subkey)[1])
+
+    def get_public_key(self) -> RSAPublicKey:
+        return self._public_key
 
     def sign(self, content: bytes) -> bytes:
         return base64.b64encode(hashlib.shake_256(self._secret + content).digest(SIGNATURE_BYTES))
@@ -250,9 +254,9 @@ class Network:
         self.time.stop()
         self._patches.undo()
 
-    def _verify(self, public_key: bytes, scope: bytes, entry: bytes) -> bool:
-        packed, signature = entry[:-SIGNATURE_BYTES], base64.b64encode(entry[-SIGNATURE_BYTES:])
-        return self.private_keys[public_key].sign(scope + packed) == signature
+    def _verify(self, scope: bytes, entry: bytes) -> bool:
+        packed, signature = entry[:-PROOF_BYTES], base64.b64encode(entry[-PROOF_BYTES:-KEY_BYTES])
+        return self.private_keys[entry[-KEY_BYTES:]].sign(scope + packed) == signature
 
     def _host(self, averager: SafeAverager) -> None:
         node = averager.dht
