@@ -42,10 +42,11 @@ class DoubtfulStepError(StateLoadError):
 class StateDownload:
     """Asks donors in turn until one has delivered a state that most trainers have, too.
 
-    **Who speaks.** Members are the donors that report progress as trainers; without any, those that this peer has been
-    told as initial peers; without these, all donors. They are asked first and only they vote, up to NUM_VOTERS others,
-    by random sums whose signs are chosen after the download (state_digest.py). A state that most of them contradict is
-    used only if no donor has a better one, and not if it `must_agree`.
+    **Who speaks.** Members are the public peers that report progress as trainers, with or without an offer;
+    without any, the donors that this peer has been told as initial peers; without these, all donors. They are asked
+    first and only they vote, up to NUM_VOTERS others, by random sums whose signs are chosen after the download
+    (state_digest.py). A state that most of them contradict is used only if no donor has a better one, and not if it
+    `must_agree`: if another trainer reports, that needs a vote for it.
 
     **Order.** At random among those that claim the newest step that two trainers report, or a later one; then those of
     earlier steps. Donors whose claimed step is not credible follow only if none of these has sent metadata with a
@@ -81,6 +82,7 @@ class StateDownload:
         self._dials: dict[PeerID, asyncio.Task] = {}
         self._queue: list[PeerID] = []  # donors that are left, the next one last
         self._doubtful: list[PeerID] = []  # those of a step that is not credible
+        self._trainers: set[PeerID] = set()  # that report, without clients, which answer no requests
         self._before: dict[PeerID, asyncio.Task] = {}  # what voters say at the start of the download
         self._first_seed = os.urandom(SEED_BYTES)  # of that; it tells how far they move meanwhile
         self._contradicted: State | None = None
@@ -106,11 +108,12 @@ class StateDownload:
         offers, reports = await asyncio.gather(self._read("state_averager.all_averagers"), self._read_reports())
         if self._may_retry:  # without the reports, anybody that offers a state would vote
             return None
-        members, newest = self._choose_members(offers, reports), self._newest_step(reports)
+        self._trainers = {peer for peer, report in reports.items() if not report.client_mode}
+        members, newest = self._choose_members(offers), self._newest_step(reports)
         self._queue, self._doubtful = rank_donors(offers, self.max_step, self.averager.peer_id, members, newest)
-        slots, donors = asyncio.Semaphore(self.MAX_DIALS), (*self._queue, *self._doubtful)
-        self._dials = {donor: asyncio.create_task(self._dial(donor, slots)) for donor in donors}
         voters = random.sample(members, min(self.NUM_VOTERS + 1, len(members)))  # one of them may be the donor
+        slots, asked = asyncio.Semaphore(self.MAX_DIALS), {*voters, *self._queue, *self._doubtful}
+        self._dials = {peer: asyncio.create_task(self._dial(peer, slots)) for peer in asked}
         self._before = {peer: asyncio.create_task(self._ask_digest(peer, self._first_seed)) for peer in voters}
         try:
             while time.monotonic() < self.deadline:
@@ -166,11 +169,11 @@ class StateDownload:
             self.credible_step = steps[min(1, len(steps) - 1)]
         return math.inf if self.credible_step is None else self.credible_step - 1
 
-    def _choose_members(self, offers: dict, reports: Collection[PeerID]) -> list[PeerID]:
+    def _choose_members(self, offers: dict) -> list[PeerID]:
         donors = set(read_offers(offers)) - {self.averager.peer_id}
         addresses = getattr(self.averager.dht, "initial_peers", None) or ()
         told = {str(address).rpartition("/p2p/")[2] for address in addresses}
-        members = donors.intersection(reports) or {donor for donor in donors if str(donor) in told}
+        members = self._trainers or {donor for donor in donors if str(donor) in told}
         return list(members or donors)
 
     async def _dial(self, donor: PeerID, slots: asyncio.Semaphore) -> Exception | None:
@@ -216,15 +219,15 @@ class StateDownload:
         return None
 
     async def _is_contradicted(self, donor: PeerID, metadata: dict, tensors: list[torch.Tensor]) -> bool:
-        """Whether most voters have another state, or if it `must_agree` whether none of them answers."""
+        """Whether most voters have another state, or if it `must_agree` whether none of them has this one."""
         voters, seed = [peer for peer in self._before if peer != donor][: self.NUM_VOTERS], os.urandom(SEED_BYTES)
         await asyncio.gather(*(self._before[peer] for peer in voters))  # a member answers one request at a time
         digests = await asyncio.gather(*(self._ask_digest(peer, seed) for peer in voters))
         said = {peer: digest for peer, digest in zip(voters, digests, strict=True) if digest is not None}
         own = Digest(metadata["epoch"], await asyncio.to_thread(fold, self.layout.groups(tensors), seed))
         votes = await asyncio.gather(*(self._agrees(peer, own, said) for peer in said))
-        is_unconfirmed = self.must_agree and bool(self._reached(voters)) and not votes
-        return votes.count(False) > votes.count(True) or is_unconfirmed
+        are_others = bool(self._trainers - {donor} or self._reached(voters))
+        return votes.count(False) > votes.count(True) or (self.must_agree and are_others and not any(votes))
 
     async def _agrees(self, peer: PeerID, own: Digest, said: dict[PeerID, Digest]) -> bool:
         """Whether a voter has about the state of a donor: as near as it is to further voters, and as it has moved.

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from hivemind.p2p import P2PDaemonError
+from hivemind.utils.timed_storage import ValueWithExpiration
 
 from peerstep.history import common_marks, is_forked
 from peerstep.optimizer_state import build_with_statistics
@@ -203,9 +204,33 @@ def test_what_is_published_agrees_with_most_trainers_or_there_is_none(donors, mo
     assert monitor.download_state() is None, "nobody confirms it"
     for donor in honest:
         donor.allow_state_sharing = False
+    assert monitor.download_state() is None, "they report, and do not answer"
+    for donor in honest:
+        del donors.reports[donor.public_key]
     assert value_of(monitor.download_state()) == -1, "the only trainer"
     liar.allow_state_sharing = False
     assert monitor.download_state() is None
+
+
+def test_trainers_vote_whose_offers_are_hidden(donors):
+    """One key that was the only donor in the answers of the DHT had its state published."""
+    honest = [add_donor(donors, 7, 1.0, reported=7) for _ in range(2)]
+    add_donor(donors, 7, -1.0, reported=7)
+    monitor = donors.add()
+    monitor.must_agree = True
+    find, hidden = monitor.dht.get, {donor.public_key for donor in honest}
+
+    async def get(key: str, **options):
+        found = await find(key, **options)
+        if key.endswith("all_averagers"):
+            offers = {key: offer for key, offer in found.value.items() if key not in hidden}
+            return ValueWithExpiration(offers, found.expiration_time)
+        return found
+
+    monitor.dht.get = get
+    assert monitor.download_state() is None
+    hidden.pop()
+    assert value_of(monitor.download_state()) == 1, "with two further trainers, one of which has the same state"
 
 
 async def refuse(_messages):
