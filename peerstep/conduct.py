@@ -82,7 +82,7 @@ class Conduct:
         for peer_id in answering:
             del self._silent[peer_id]
         others = set(members) - {self.peer_id, leader}
-        if leader in confirming and len(others) > 1 and 2 * len(others.intersection(refusing)) > len(others):
+        if leader in confirming and len(others) > 2 and 2 * len(others.intersection(refusing)) > len(others):
             self.leave_out(leader, f"formed a group of {len(members)} that most of them do not know")
         if leader != self.peer_id and 2 * len(others.intersection(confirming)) < len(others):
             return

@@ -566,6 +566,9 @@ def test_leader_whose_group_most_members_do_not_know_leads_no_more():
         peer = conduct.Conduct(ids[4])
         peer.record_round(ids[0], ids, silent=set(ids[1:4]), confirming={ids[0]}, refusing=refusing)
         assert peer.may_lead(ids[0]) == may_lead
+    peer = conduct.Conduct(ids[3])
+    peer.record_round(ids[0], ids[:4], silent=set(), confirming={ids[0]}, refusing=ids[1:3])
+    assert peer.may_lead(ids[0]), "in a group of four, two keys could say so"
     peer = conduct.Conduct(ids[2])
     peer.record_round(ids[0], ids[:3], silent={ids[1]}, confirming={ids[0]}, refusing=ids[1:2])
     assert peer.may_lead(ids[0]), "one member's word is not enough"
