@@ -24,12 +24,13 @@ from hivemind.averaging.matchmaking import Matchmaking
 from hivemind.dht import DHT
 from hivemind.p2p import P2P, P2PContext, PeerID
 from hivemind.proto import averaging_pb2
-from hivemind.utils import get_logger
+from hivemind.utils import TimedStorage, get_logger
 from hivemind.utils.crypto import RSAPrivateKey
 
 from peerstep.claims import PROOF_BYTES, deal, parse_claims, rank
+from peerstep.clock import run_time
 from peerstep.conduct import Conduct
-from peerstep.known_peers import MAX_HELD_REQUESTS, STALE_SECONDS, KnownPeers, parse_list, read_peer_id
+from peerstep.known_peers import KNOWN_SECONDS, MAX_HELD_REQUESTS, STALE_SECONDS, KnownPeers, parse_list, read_peer_id
 
 logger = get_logger(__name__)
 
@@ -38,6 +39,7 @@ LEADER_MARGIN = 2.0  # seconds after which a leader that should have begun is ab
 RETRY_SECONDS = 1.0  # before an unreachable leader is asked again
 POLL_SECONDS = 0.05  # between two looks at who has asked, whether the step is due, or an answer has come
 MAX_ABSENCES = 2  # consecutive rounds that a peer may miss before leaders stop waiting for it
+STRANGER_SECONDS = 5.0  # for which a stranger's requests count, from the first one; its report is read meanwhile
 MAX_STEP_DIGITS = 18  # of a step in a request
 # As many thirds of the expected peers are in a group, or it waits for SMALL_SECONDS longer. With half of them, one key
 # beside four trainers made two groups of three, in which nothing bounds its weight.
@@ -130,6 +132,8 @@ class StepMatchmaking(Matchmaking):
         # Those of the newest groups; who returns, as after a partition, is not missed before it was in one
         self._lists: deque[Collection[PeerID]] = deque(maxlen=MAX_ABSENCES)
         self._requests: dict[PeerID, _Request] = {}
+        # Times of the first requests of peers, for KNOWN_SECONDS
+        self._first_asked: TimedStorage[PeerID, float] = TimedStorage(maxsize=MAX_HELD_REQUESTS)
         self._search: Search | None = None
 
     # Input from the main process
@@ -151,8 +155,14 @@ class StepMatchmaking(Matchmaking):
 
     @property
     def requested_step(self) -> int:
-        """The next step for which another peer asks this one for a group; -1 if none does."""
-        return min((request.step for request in self._requests.values()), default=-1)
+        """The next step for which another peer asks this one for a group; -1 if none does.
+
+        A stranger, of whom this peer has read no report, counts for STRANGER_SECONDS: it may hold up a lone trainer.
+        """
+        now = time.monotonic()
+        new = {peer_id for peer_id, asked in self._first_asked.items() if now < asked.value + STRANGER_SECONDS}
+        counted = self._requests.keys() & {*new, *self._known.public_keys}
+        return min((self._requests[peer_id].step for peer_id in counted), default=-1)
 
     # Search for a group
 
@@ -411,6 +421,8 @@ class StepMatchmaking(Matchmaking):
         if (before := self._requests.get(peer_id)) is not None and not before.answer.done():
             before.answer.set_result(None)
         self._requests[peer_id] = entry
+        if peer_id not in self._first_asked:
+            self._first_asked.store(peer_id, time.monotonic(), run_time() + KNOWN_SECONDS)
         search = self._search
         if search is not None and search.leader is not None and search.control.step == step:
             entry.answer.set_result(search.leader)

@@ -34,7 +34,7 @@ from peerstep.base import SafeAverager
 from peerstep.bounds import PARAMETER_CHANGE, Bounds
 from peerstep.claims import Claims, parse_claims
 from peerstep.clock import run_time
-from peerstep.matchmaking import RosterEntry, RoundControl, StepMatchmaking
+from peerstep.matchmaking import STRANGER_SECONDS, RosterEntry, RoundControl, StepMatchmaking
 from peerstep.progress_record import PROTOCOL
 from peerstep.reducer import Delivery, Part
 from peerstep.standing import Standing, divide
@@ -417,10 +417,14 @@ class RoundAverager(SafeAverager):
     ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
         try:
             async for message in self._keep_stream_open(self._matchmaking.rpc_join_group(request, context)):
-                self.requested_step.value = self._matchmaking.requested_step
+                self._count_requests()
+                asyncio.get_running_loop().call_later(STRANGER_SECONDS, self._count_requests)
                 yield message
         finally:
-            self.requested_step.value = self._matchmaking.requested_step
+            self._count_requests()
+
+    def _count_requests(self) -> None:
+        self.requested_step.value = self._matchmaking.requested_step
 
     async def rpc_aggregate_part(
         self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext

@@ -584,6 +584,24 @@ async def test_request_for_a_step_far_ahead_does_not_hide_the_others():
         assert network.peers[leader].requested_step == 1
 
 
+async def test_requests_of_a_stranger_count_for_a_short_time(clock):
+    """One key that asked for each step, without a report, kept a lone trainer from 18 of 24 steps."""
+    network, (leader, known, stranger) = make_network(3)
+    forget(network, stranger, by=[leader])
+    for _ in range(2):
+        for seconds, step in ((0.0, 1), (1.0 + matchmaking.STRANGER_SECONDS, -1)):
+            clock.now += seconds
+            entry = entry_of(stranger, leader)
+            async with network.join(leader, stranger, request(gather=entry)) as answers:
+                assert (await anext(answers)).code == averaging_pb2.ACCEPTED
+                assert network.peers[leader].requested_step == step
+        async with network.join(leader, known, request(3, gather=entry_of(known, leader, step=3))) as answers:
+            assert (await anext(answers)).code == averaging_pb2.ACCEPTED
+            assert network.peers[leader].requested_step == 3
+        clock.now += known_peers.KNOWN_SECONDS
+        network.know([known], by=[leader])
+
+
 def forget(network: Network, *peer_ids: PeerID, by: Iterable[PeerID]) -> None:
     """Let peers not know others."""
     for peer in (network.peers[peer_id] for peer_id in by):
