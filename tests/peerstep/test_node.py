@@ -9,21 +9,23 @@ import shutil
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, MagicMock
 
 import psutil
 import pytest
 from hivemind.dht.protocol import DHTProtocol
+from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DictionaryDHTValue
-from hivemind.p2p import P2P
+from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerInfo
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
-from hivemind.proto.dht_pb2 import FOUND_DICTIONARY, FindRequest, FindResponse, FindResult
+from hivemind.proto.dht_pb2 import FOUND_DICTIONARY, FindRequest, FindResponse, FindResult, NodeInfo
 from hivemind.utils import MPFuture, MSGPackSerializer
 from hivemind.utils.multiaddr import Multiaddr
 
 from cotrain.common.errors import TemporaryError
 from cotrain.peer import peer as peer_module
+from peerstep import node as node_module
 from peerstep import swarm
 from peerstep.clock import run_time
 from peerstep.node import (
@@ -31,6 +33,7 @@ from peerstep.node import (
     RelayedP2P,
     bucket_of,
     close_relayed_connections,
+    node_id_of,
     receive_raw_data,
 )
 from peerstep.records import get_dictionary, store_record
@@ -189,6 +192,25 @@ def test_node_that_answers_with_an_empty_dictionary_hides_no_records(tmp_path):
         wait_until(lambda: get_dictionary(reader.dht, "run_monitor"), 120, "the record")
         for _ in range(5):
             assert get_dictionary(reader.dht, "run_monitor")[writer.public_key].value == info
+
+
+@pytest.mark.parametrize(("number", "is_read"), [(20, True), (41, False), (60_000, False)])
+async def test_answer_with_too_many_names_is_dropped(monkeypatch, number, is_read):
+    """To read 60,000 of them took 1.1 s of the processor."""
+    names = [b"\x12\x20" + number.to_bytes(32) for number in range(number)]
+    ids = [node_id_of(PeerID(name)).to_bytes() for name in names]
+    response = FindResponse(results=[FindResult(nearest_node_ids=ids, nearest_peer_ids=names)])
+    stub = SimpleNamespace(rpc_ping=None, rpc_store=None, rpc_find=AsyncMock(return_value=response))
+    monkeypatch.setattr(DHTProtocol, "get_stub", lambda protocol, peer: stub)
+    protocol = node_module.DHTProtocol.__new__(node_module.DHTProtocol)
+    protocol.rpc_semaphore, protocol.wait_timeout, protocol.routing_table = asyncio.Semaphore(), 1.0, MagicMock()
+    protocol.p2p, protocol.node_info = SimpleNamespace(peer_id=PeerID(names[0])), NodeInfo()
+    protocol.update_routing_table = protocol.call_ping = AsyncMock()
+    protocol.routing_table.__contains__.return_value = True
+    key = DHTID.generate("key")
+    found = await protocol.call_find(PeerID(names[1]), [key])
+    assert (found is not None) == is_read
+    assert found is None or len(found[key][1]) == number
 
 
 @pytest.mark.parametrize("is_new", [True, False])
