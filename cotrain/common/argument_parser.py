@@ -151,7 +151,9 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 class ArgumentParser(HfArgumentParser):
     """transformers' dataclass parser, with translated old flags and one-line usage errors."""
 
-    def __init__(self, dataclass_types: Sequence[type], description: str, positional: Mapping[str, str] | None = None):
+    def __init__(
+        self, dataclass_types: Sequence[type], description: str | None, positional: Mapping[str, str] | None = None
+    ):
         """Make a parser that returns one instance of each dataclass.
 
         :param description: the script's docstring, which --help shows
@@ -162,7 +164,7 @@ class ArgumentParser(HfArgumentParser):
         super().__init__(
             dataclass_types,
             usage=" ".join(["%(prog)s", *names, "[--FLAG VALUE ...]"]),  # argparse would list some hundred flags
-            description=description.strip(),
+            description=(description or "").strip(),
             formatter_class=HelpFormatter,
             allow_abbrev=False,
         )
@@ -237,7 +239,9 @@ class ArgumentParser(HfArgumentParser):
         return CommandLine(self, words, tuple(dataclasses), frozenset(stated))
 
 
-def parse_arguments(dataclass_types: Sequence[type], description: str, args: Sequence[str] | None = None) -> tuple:
+def parse_arguments(
+    dataclass_types: Sequence[type], description: str | None, args: Sequence[str] | None = None
+) -> tuple:
     """Return one instance of each dataclass, see `ArgumentParser`."""
     return ArgumentParser(dataclass_types, description).parse(args).arguments
 

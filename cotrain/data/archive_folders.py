@@ -76,7 +76,7 @@ def find_foreign_archive(folder: Path, args: ModelArguments) -> str | None:
     except (OSError, ValueError):
         return None
     if args.dataset_sha256 is None:
-        is_foreign = bool(address) and address != public_address(args.dataset_url)
+        is_foreign = bool(address) and address != public_address(args.dataset_url or "")
     else:
         is_foreign = digest != args.dataset_sha256
     return digest if is_foreign else None

@@ -171,7 +171,7 @@ def _read_message(index: int, turn: Any) -> dict:
         kind = "parts that are no text" if isinstance(content, list) else type(content).__name__
         raise ValueError(f"message {index + 1} has {kind.replace('NoneType', 'nothing')} in place of a text")
     if role == "call":
-        calls = json.loads(content)
+        calls = json.loads(content or "")
         others["tool_calls"] = [_wrap_tool(call) for call in (calls if isinstance(calls, list) else [calls])]
         role, content = "assistant", ""
     for call in others.get("tool_calls", ()):

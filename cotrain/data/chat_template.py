@@ -4,6 +4,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -35,15 +36,18 @@ def _control_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[
     special = [x.content for x in added if x.special]
     others = [x.content for x in added if x.content in template and x.content.strip() and not x.special]
     lists = special, [x for x in special if not _REASONING_TOKEN.fullmatch(x)], special + others
-    find = (re.compile("|".join(map(re.escape, sorted(x, key=len, reverse=True))) or "(?!)") for x in lists)
-    return tuple(find)
+    first, second, third = (
+        re.compile("|".join(map(re.escape, sorted(x, key=len, reverse=True))) or "(?!)") for x in lists
+    )
+    return first, second, third
 
 
 def _encode_plain(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Return the ids of a text, as the tokenizer does. Its own call takes 1.8 times as long, for its bookkeeping."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        batch: Any = tokenizer(text, add_special_tokens=False, verbose=False)
+        return batch["input_ids"]
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = False
@@ -57,9 +61,10 @@ _encode_again = lru_cache(maxsize=256)(_encode_plain)  # headers of answers
 def _earlier_end(tokenizer: PreTrainedTokenizerBase, template: str) -> int | None:
     """Return the id of the special token after an answer that is not the last one. Of gpt-oss it is another token."""
     pair = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "ANSWER"}]
-    text = tokenizer.apply_chat_template(pair * 2, tokenize=False, chat_template=template)
+    text = str(tokenizer.apply_chat_template(pair * 2, tokenize=False, chat_template=template))
     token = _control_tokens(tokenizer, template)[0].search(text.split("ANSWER")[1])
-    return token and tokenizer.convert_tokens_to_ids(token[0])
+    number: Any = token and tokenizer.convert_tokens_to_ids(token[0])
+    return number
 
 
 class ChatText:
@@ -89,7 +94,7 @@ class ChatText:
         ids = self.encode(self.text, _encode_plain)
         # Special tokens divide the text: the ids after one do not depend on what is before it
         found = [] if self.is_marked else [(x.start(), x[0]) for x in special.finditer(self.text)]
-        numbers = tokenizer.convert_tokens_to_ids([text for _, text in found])
+        numbers: Any = tokenizer.convert_tokens_to_ids([text for _, text in found])
         known = set(numbers)
         self.indices = [index for index, number in enumerate(ids) if number in known]  # tokens
         self.places = [place for place, _ in found]  # characters
@@ -98,7 +103,9 @@ class ChatText:
         self.ids = np.array(ids, dtype=np.int32)
 
     def _render(self, messages: list[dict], **options) -> tuple[list[str], list]:
-        return render_jinja_template([messages], self.tools, None, self.template, **options, **self._names)
+        names: dict[str, Any] = self._names
+        rendered: Any = render_jinja_template([messages], self.tools, None, self.template, **options, **names)
+        return rendered
 
     def render(self, messages: list[dict], **options) -> str:
         return self._render(messages, **options)[0][0]
@@ -106,8 +113,9 @@ class ChatText:
     def encode(self, text: str, encode: Callable = _encode_again) -> list[int]:
         if not self.is_marked:
             return encode(self.tokenizer, text)
-        options = {"add_special_tokens": False, "verbose": False, "sanitize_control_tokens": True}
-        return self.tokenizer(text, **options)["input_ids"]
+        options: Any = {"add_special_tokens": False, "verbose": False, "sanitize_control_tokens": True}
+        batch: Any = self.tokenizer(text, **options)
+        return batch["input_ids"]
 
     def _last_special(self, position: int) -> tuple[int, int]:
         """Return the last special token before a character, as token and character; (0, 0) if there is none."""
@@ -169,7 +177,7 @@ class ChatText:
                 missing = len(texts[0])
                 for count, (number, text) in enumerate(zip(joined, texts[1:], strict=True), 1):
                     missing -= len(text)
-                    if self.tokenizer.decode([number]).strip():
+                    if str(self.tokenizer.decode([number])).strip():
                         break
                     if missing <= 0:
                         return stop - 1 + count

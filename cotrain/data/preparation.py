@@ -180,8 +180,8 @@ def _tokenize_conversations(
         except UserError as error:
             faults.append(str(error).partition(";")[0])
     samples, stats = build_samples(conversations, encoder, config)
-    counts = {"documents": len(faults), "dropped_documents": len(faults), "dropped_reasoning": dropped["reasoning"]}
-    return samples, stats + PackingStats(**counts, faults=faults)
+    refused = PackingStats(documents=len(faults), dropped_documents=len(faults), faults=faults)
+    return samples, stats + refused + PackingStats(dropped_reasoning=dropped["reasoning"])
 
 
 @lru_cache(maxsize=1)

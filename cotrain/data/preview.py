@@ -4,7 +4,7 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ def render_sample(sample: Mapping, tokenizer: PreTrainedTokenizerBase, marks: tu
     text, size = f"--- {len(ids)} tokens{f', of them learnt: {learnt.sum()}' if learnt.any() else ''}\n", 0
     for (_, mark), run in itertools.groupby(zip(np.cumsum(starts), learnt, ids, strict=True), lambda x: x[:2]):
         part = _CONTROL.sub(
-            "�", tokenizer.decode([int(token) for *_, token in run], clean_up_tokenization_spaces=False)
+            "�", str(tokenizer.decode([int(token) for *_, token in run], clean_up_tokenization_spaces=False))
         )
         part = part[: limit - size] + " …" * (size + len(part) > limit)
         text, size = text + (f"{marks[0]}{part}{marks[1]}" if mark else part), size + len(part)
@@ -32,7 +32,7 @@ def render_sample(sample: Mapping, tokenizer: PreTrainedTokenizerBase, marks: tu
     return f"{text}\n"
 
 
-def show_preview(samples: list[Mapping], tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def show_preview(samples: Sequence[Mapping], tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Print samples, with what is learnt in green or, where there are no colours, brackets; write them to a file."""
     marks = _GREEN if sys.stdout.isatty() and "NO_COLOR" not in os.environ else _BRACKETS
     print("".join(render_sample(sample, tokenizer, marks, SHOWN_CHARS) for sample in samples), end="")

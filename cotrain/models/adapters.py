@@ -5,6 +5,7 @@ The parameters of the base model are frozen: they keep their precision, and peer
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -32,12 +33,13 @@ def find_untrained(base: PreTrainedModel, tokens: dict[str, int]) -> list[str]:
     return found
 
 
-def find_written(tokenizer: PreTrainedTokenizerBase, but: list[str]) -> dict[str, int]:
+def find_written(tokenizer: Any, but: list[str]) -> dict[str, int]:
     """Return the added tokens, name -> id, `but` some, that the chat template writes around question and answer."""
     if tokenizer.chat_template is None:
         return {}
     turns = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
-    ids = set(tokenizer.apply_chat_template(turns)["input_ids"])
+    encoded: Any = tokenizer.apply_chat_template(turns)
+    ids = set(encoded["input_ids"])
     return {name: number for name, number in tokenizer.get_added_vocab().items() if number in ids and name not in but}
 
 
@@ -59,15 +61,16 @@ def add_adapters(base: PreTrainedModel, args: ModelArguments, tokenizer: PreTrai
         what = f"The base was never trained on {','.join(untrained)}, which the chat template writes"
         remedy = f"the organiser can state --lora_tokens '{','.join([*tokens, *untrained])}'"
         logger.warning(f"{what}, and adapters leave it so: {remedy}")
-    tables = [base.get_input_embeddings()]
+    tables: list[Any] = [base.get_input_embeddings()]
     if not getattr(base.config.get_text_config(), "tie_word_embeddings", True):  # peft follows the tie
         tables.append(base.get_output_embeddings())
-    numbers = [tokenizer.convert_tokens_to_ids(token) for token in tokens]
+    numbers: Any = [tokenizer.convert_tokens_to_ids(token) for token in tokens]
     rows = {name: numbers for name, layer in base.named_modules() if layer in tables}
+    rank = args.lora_rank or 0  # a caller has one
     options = LoraConfig(
         trainable_token_indices=rows if tokens else None,
-        r=args.lora_rank,
-        lora_alpha=args.lora_alpha or 2 * args.lora_rank,
+        r=rank,
+        lora_alpha=args.lora_alpha or 2 * rank,  # pyright: ignore[reportArgumentType]  peft takes any number
         target_modules="all-linear" if targets == ["all-linear"] else targets,
         task_type="CAUSAL_LM" if OBJECTIVES[get_objective(base.config)].is_causal else None,
     )

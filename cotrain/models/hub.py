@@ -3,6 +3,7 @@
 import logging
 import re
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 
@@ -28,8 +29,8 @@ def fetch_files(name: str, is_foreign: bool, has_weights: bool, **hub_options) -
     :param hub_options: see `ModelArguments.hub_options`
     :raises UserError: if it is not available, has adapters, or is larger than MAX_DOWNLOAD_BYTES
     """
-    options = {key: hub_options.get(key) for key in ("revision", "token")}
-    cache = {"cache_dir": hub_options.get("cache_dir")}
+    options: dict[str, Any] = {key: hub_options.get(key) for key in ("revision", "token")}
+    cache: dict[str, Any] = {"cache_dir": hub_options.get("cache_dir")}
     try:
         info = HfApi().model_info(name, **options, files_metadata=True, timeout=30.0)
     except Exception as error:
@@ -40,18 +41,18 @@ def fetch_files(name: str, is_foreign: bool, has_weights: bool, **hub_options) -
             raise UserError(f"--model_name_or_path: {refusal}") from None
         what = f"the Hub does not tell the files of '{name}' and their sizes ({first_line(error)})"
         raise TemporaryError(f"--model_name_or_path: {what}; try again later") from None
-    sizes = {file.rfilename: file.size for file in info.siblings}
+    sizes = {file.rfilename: file.size for file in info.siblings or []}
     if has_weights and ADAPTERS in sizes:
         raise UserError(ADAPTED.format(name))
     parts = [file for file in sizes if has_weights and _WEIGHTS.fullmatch(file)]
     beside = [file for file in sizes if file in _BESIDE]
-    weights = [x.size for x in info.siblings if has_weights and x.rfilename.endswith(".safetensors")]
+    weights = [x.size for x in info.siblings or [] if has_weights and x.rfilename.endswith(".safetensors")]
     total = sum(size or 0 for size in weights)
     if has_weights:
         logger.info(f"The weights of {name} have {total / 1e9:.1f} GB; what is not in the cache is downloaded")
     if is_foreign and None in [*weights, *map(sizes.get, beside)]:
         raise UserError(f"the Hub does not tell all sizes of files of '{name}': pass --model_name_or_path yourself")
-    if is_foreign and (total > MAX_DOWNLOAD_BYTES or any(sizes[file] > MAX_FILE_BYTES for file in beside)):
+    if is_foreign and (total > MAX_DOWNLOAD_BYTES or any((sizes[file] or 0) > MAX_FILE_BYTES for file in beside)):
         raise UserError(f"the weights of '{name}' have {total / 1e9:.0f} GB: pass --model_name_or_path yourself")
     needed = beside + (["model.safetensors"] if "model.safetensors" in parts else parts)
     options |= {"revision": info.sha, **cache}

@@ -184,6 +184,10 @@ class EvaluationLoop:
         self._best.update(step, metrics.get("loss"), self.evaluator.task, self.model)
 
 
+def _parse_evaluation(content: Any) -> tuple[int, float]:
+    return int(content["step"]), float(content["loss"])
+
+
 class BestModel:
     """Keeps the model with the lowest validation loss in a folder.
 
@@ -192,9 +196,7 @@ class BestModel:
 
     def __init__(self, folder: Path, patience: int):
         self.folder, self.patience = folder, patience
-        self._best = JsonFile(folder / _EVALUATION).load(
-            lambda content: (int(content["step"]), float(content["loss"]))
-        )
+        self._best = JsonFile(folder / _EVALUATION).load(_parse_evaluation)
         self._num_worse = 0  # evaluations since then
 
     def update(self, step: int, loss: float | None, task: Task, model: torch.nn.Module) -> None:

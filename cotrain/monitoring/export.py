@@ -3,6 +3,7 @@
 import contextlib
 import shutil
 from pathlib import Path
+from typing import Any
 
 import jinja2
 from huggingface_hub import ModelCard, ModelCardData, snapshot_download
@@ -27,7 +28,7 @@ def export_size(checkpoint: Path) -> int:
     source, adapters = find_base(checkpoint)
     if Path(source).is_dir():
         return sum(path.stat().st_size for path in Path(source).glob("model*.safetensors"))
-    config = read_config(source, flag="CHECKPOINT", revision=adapters.revision)
+    config = read_config(source, flag="CHECKPOINT", revision=adapters and adapters.revision)
     return 2 * sum(parameter.numel() for parameter in build_without_weights(config).parameters())
 
 
@@ -84,7 +85,7 @@ def _copy_license(source: Path, revision: str | None, folder: Path) -> dict[str,
 
 def _write_card(
     folder: Path, step: int | None, title: str, model, tokenizer: PreTrainedTokenizerBase, base: str | None,
-    stated: dict[str, object],
+    stated: dict[str, Any],
 ) -> None:  # fmt: skip
     task = "text-generation" if is_causal(model.config) else "fill-mask"
     public = None if base is None or Path(base).is_dir() else base
@@ -113,9 +114,9 @@ def read_template(tokenizer: PreTrainedTokenizerBase) -> dict[str, str] | None:
 
     def render(*places: int, prompt: bool = False) -> str:
         chosen = [messages[place] for place in places]
-        text = tokenizer.apply_chat_template(chosen, tokenize=False, add_generation_prompt=prompt)
+        text = str(tokenizer.apply_chat_template(chosen, tokenize=False, add_generation_prompt=prompt))
         # Ollama begins a text with this token, if the tokenizer does.
-        return text.removeprefix(tokenizer.bos_token) if adds_bos else text
+        return text.removeprefix(str(tokenizer.bos_token)) if adds_bos else text
 
     adds_bos = tokenizer.bos_token_id is not None and tokenizer("x")["input_ids"][0] == tokenizer.bos_token_id
     system, user, answer, more = _TEXTS

@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -21,6 +22,10 @@ def _this_month() -> str:
     return time.strftime("%Y-%m")
 
 
+def _parse(kept: Any) -> tuple[str, int]:
+    return str(kept["month"]), int(kept["bytes"])
+
+
 class TrafficMeter:
     """Counts the traffic since the start of the trainer, and of the month in a file of the output folder.
 
@@ -29,7 +34,7 @@ class TrafficMeter:
 
     def __init__(self, folder: Path):
         self._file = JsonFile(folder / "traffic.json")
-        kept = self._file.load(lambda kept: (str(kept["month"]), int(kept["bytes"])))
+        kept = self._file.load(_parse)
         self._month, self.of_month = kept or ("", 0)  # the bytes of the month
         self._last = count_bytes()
         self.started_at, self.bytes = time.monotonic(), 0

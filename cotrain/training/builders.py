@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -101,7 +102,7 @@ def build_scheduler(optimizer: torch.optim.Optimizer, args: HyperparameterArgume
     schedule = get_linear_schedule_with_warmup(
         optimizer, num_warmup_steps=args.warmup_steps, num_training_steps=args.total_steps
     )
-    factor = schedule.lr_lambdas[0]
+    factor: Any = schedule.lr_lambdas[0]
     last = args.total_steps - 1 if args.last_step is None else math.inf
     return LambdaLR(optimizer, lambda step: max(factor(min(step, last)), factor(min(step, last) + 1)))
 

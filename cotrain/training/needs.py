@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from hivemind.utils import get_logger
@@ -49,10 +50,11 @@ class Needs:
 
 def plan(args: TrainerArguments, batch_size: int | None = None) -> Needs:
     """Compute what a language model needs, before its weights are downloaded."""
-    task, training = load_task(args.dataset), args.training
+    training = args.training
+    task: Any = load_task(args.dataset)
     batch_size = batch_size or training.per_device_train_batch_size or DEFAULT_BATCH_SIZE
     is_adapted = args.dataset.lora_rank is not None
-    model = (task.build_model() if is_adapted else build_without_weights(task.config)).train()
+    model: Any = (task.build_model() if is_adapted else build_without_weights(task.config)).train()
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     frozen, base_path = base_bytes(model, args.dataset.load_in_4bit), Path(args.dataset.model_name_or_path)
     if is_adapted and base_path.is_dir() and not args.dataset.load_in_4bit:  # the base may be in float32

@@ -15,7 +15,7 @@ LAST_STEP_SECONDS = 20.0  # for which a stopped trainer waits for a monitor to s
 STOP_GRACE = 12.0 + LAST_STEP_SECONDS  # seconds from a signal to the end
 
 
-def start_trainer(train: Callable[[TrainerArguments, StopSignal], None], description: str) -> None:
+def start_trainer(train: Callable[[TrainerArguments, StopSignal], None], description: str | None) -> None:
     """Parse the command line, and train with the settings of the run, or do what --status or --check asks for."""
     with StopSignal(STOP_GRACE) as stop:
         from cotrain.common.argument_parser import ArgumentParser
