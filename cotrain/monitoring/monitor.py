@@ -181,7 +181,9 @@ class TrainingMonitor:
         # Of the trainers that took the newest step: anybody may claim to leave, and each download costs a trainer.
         leaving = [peer in published and published[peer]["leaving"] for peer in self.aggregator.contributors]
         if self.keeper is not None and downloads:
-            step, are_leaving = self.aggregator.last_reported_step, 2 * sum(leaving) > len(leaving)
+            # The last one waits alone: the others have seen it, and left.
+            are_leaving = 2 * sum(leaving) > len(leaving) or (not trainers and any(leaving))
+            step = self.aggregator.last_reported_step
             # Trainers that leave have said goodbye, and wait until their last step is saved.
             there = {trainer.key for trainer in trainers}.union(self.aggregator.contributors if are_leaving else ())
             self.keeper.update(step, are_leaving, there)

@@ -130,6 +130,19 @@ def test_organiser_is_told_what_helps_when_rounds_take_the_time(tmp_path, stored
     assert "--gradient_compression blockwise8" in caplog.text
 
 
+def test_last_checkpoint_is_saved_for_the_last_trainer_that_leaves(tmp_path, stored):
+    """The others have left before it, and wait for nothing."""
+    for number, leaves in enumerate([False, False, True]):
+        publish(stored, 10, number, first=10, leaving=leaves)
+    monitor = make_monitor(tmp_path, Mock(), keeper=Mock(saved_step=-1), last_reported_step=9)
+    monitor.refresh()
+    for number, leaves in enumerate([False, False, True]):
+        publish(stored, 10, gone=[number], first=10, leaving=leaves)
+    monitor.refresh()
+    assert [call.args[1] for call in monitor.keeper.update.call_args_list] == [False, True]
+    assert monitor.keeper.update.call_args.args[2], "the last one is still there to be asked"
+
+
 @pytest.mark.parametrize(
     ("leaving", "is_due", "run_is_over"),
     [

@@ -220,7 +220,7 @@ async def test_only_who_claims_to_lack_updates_takes_parameters_in_other_rounds(
 @pytest.mark.parametrize(("group_id", "may_lead"), [(b"another", False), (b"ended", True)])
 async def test_members_that_ask_for_another_group_do_not_know_this_one(offline, clock, group_id, may_lead):
     """They reduce nothing, so they refuse nothing. A leader kept three of four trainers as followers in this way."""
-    others = [PeerID(b"\x12\x20" + bytes([number] * 32)) for number in (2, 3)]
+    others = [PeerID(b"\x12\x20" + bytes([number] * 32)) for number in (2, 3, 4)]
     averager = build_averager(VICTIM)
     averager._matchmaking, averager._rounds = SimpleNamespace(request_timeout=0.5), {b"ended": None}
     for sender in others:
