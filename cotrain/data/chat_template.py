@@ -20,7 +20,7 @@ _MARKS = re.compile("[\U000f0000\U000f0001]")  # that transformers puts around s
 
 
 def find_reasoning(message: dict) -> str:
-    """Return the reasoning of an answer, of its own key or within `content`; empty if there is none."""
+    """Return the reasoning of an answer, from a separate key or from `content`; empty without any."""
     stated = next((message[key] for key in REASONING_KEYS if isinstance(message.get(key), str)), "")
     parts = _REASONING_TOKEN.split(message.get("content") or "", maxsplit=2)
     return stated.strip() or (parts[-2].strip() if len(parts) > 1 else "")

@@ -129,7 +129,7 @@ class TextTask(Task):
         return (labels != -100).sum()
 
     def evaluate(self, model: PreTrainedModel, batch: Batch) -> dict[str, Metric]:
-        # With labels, transformers would compute a loss of its own, in float32.
+        # With labels, transformers would compute a second loss, in float32.
         inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "sentence_order_label")}
         outputs, labels = self._run(model, inputs), batch["labels"]
         if self.objective.is_causal:
