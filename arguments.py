@@ -1,23 +1,232 @@
-"""Flags that the scripts share: one dataclass per topic, defined in cotrain/arguments.py.
+"""Flags that the scripts share: one dataclass per topic. What one machine decides is here, with help.
 
-The flags of a single script are in that script.
+These dataclasses inherit the settings on which all peers of a run agree (cotrain/settings.py), and the checks, which
+the library needs, too (cotrain/options.py). The flags of a single script are in that script. Names and defaults are
+those of hivemind's ALBERT example; names of older examples are translated in cotrain/common/argument_parser.py.
 """
 
-from cotrain.arguments import (
-    BASE_FOLDER,
-    DATASET_FOLDERS,
-    TRAINER_ARGUMENTS,
-    BaseTrainingArguments,
-    CollaborationArguments,
-    DatasetArguments,
-    HyperparameterArguments,
-    LocalTrainingArguments,
-    ModelArguments,
-    OptimizerArguments,
-    ProgressTrackerArguments,
-    ReportingArguments,
-    TrainerArguments,
-    check_compression,
-    parse_size,
-    weight_files,
+from dataclasses import dataclass
+from typing import Literal
+
+from cotrain.common.flags import ArgumentsError, Flags, flag
+from cotrain.options import (
+    CollaborationOptions,
+    DataOptions,
+    LocalOptions,
+    ModelOptions,
+    PeerOptions,
+    ProgressOptions,
+    find_dataset,
 )
+from cotrain.settings import Compression
+
+
+@dataclass
+class BaseTrainingArguments(PeerOptions, group="Peer"):
+    """How a peer finds the others and is found by them."""
+
+    initial_peers: list[str] = flag(
+        list,
+        "Multiaddresses of one or more running peers to join through, separated by spaces. Example: "
+        "/ip4/203.0.113.1/tcp/31337/p2p/XXXX /dns4/example.org/tcp/7777/p2p/YYYY",
+    )
+    use_ipfs: bool = flag(
+        False, "Find initial_peers by the /p2p/XXXX part of their addresses, through IPFS. Slower than full addresses"
+    )
+    host_maddrs: list[str] = flag(
+        lambda: ["/ip4/0.0.0.0/tcp/0"],
+        "Multiaddresses to listen on. Set a port to keep the address across restarts, e.g. /ip4/0.0.0.0/tcp/31337",
+    )
+    announce_maddrs: list[str] = flag(
+        list,
+        "Multiaddresses at which other peers reach this one, if they differ from those it listens on (a "
+        "forwarded port, a tunnel). Example: /dns4/0.tcp.ngrok.io/tcp/12345",
+    )
+    tunnel: Literal["none", "ngrok"] = flag(
+        "none",
+        "Open a tunnel and announce its address, so that others can join through a peer behind a firewall or NAT. "
+        "ngrok needs its SDK and an account; the authtoken is read from NGROK_AUTHTOKEN or ngrok.yml",
+    )
+    announce_tunnel: str | None = flag(
+        None,
+        "HOST:PORT of a tunnel or forwarded port that you have set up, announced in addition to the "
+        "local addresses. It must lead to the port in --host_maddrs. Example: bore.pub:31337",
+    )
+    map_port: bool = flag(False, "Ask the router for a public port (UPnP or NAT-PMP), and so become reachable")
+    use_auto_relay: bool = flag(
+        False,
+        "Become reachable through relays, about 20 seconds after joining, if this peer is behind NAT or "
+        "a firewall. Needs two public peers",
+    )
+    trusted_relays: list[str] = flag(
+        list,
+        "Public peers of the run to use as relays with --use_auto_relay, as multiaddresses with a peer ID. Default: "
+        "initial_peers. Traffic to peers behind NAT passes through one of them, unless there are four and the routers "
+        "allow direct connections",
+    )
+    identity_path: str | None = flag(
+        None,
+        "File with this peer's private key, created if it does not exist. With the same file a peer keeps its peer "
+        "ID, address and contribution across restarts. Default: identity.key in --output_dir",
+    )
+    invitation: str | None = flag(None, "Invitation file of the organiser, see invite.py; it has this peer's identity")
+    bootstrap_timeout: float = flag(60.0, "Give up joining after this many seconds if none of initial_peers answers")
+    debug: bool = flag(False, "Log more, and show the traceback of a fatal error")
+
+
+@dataclass
+class ProgressTrackerArguments(ProgressOptions, group="Progress"):
+    """How often a trainer asks the others for their progress."""
+
+    min_refresh_period: float = flag(
+        0.5, "Minimum seconds between two reads of the other peers' progress", at_most="max_refresh_period"
+    )
+    max_refresh_period: float = flag(30, "Maximum seconds between two reads of the other peers' progress")
+    default_refresh_period: float = flag(
+        3, "Seconds between two reads of the progress while no other peer reports any or a read has failed"
+    )
+    expected_drift_peers: float = flag(
+        3, "Number of peers that are assumed to join during one global step. Raise it if many join at once", at_least=0
+    )
+    expected_drift_rate: float = flag(
+        0.2, "Fraction of the current number of peers that is assumed to join during one global step", at_least=0
+    )
+    performance_ema_alpha: float = flag(
+        0.1, "Weight of the newest value in the moving average of samples per second, above 0 and at most 1", at_most=1
+    )
+    metadata_expiration: float = flag(
+        120, "A peer's progress report expires after this many seconds without a new one", at_most=120
+    )
+
+
+@dataclass
+class CollaborationArguments(BaseTrainingArguments, CollaborationOptions, group="Collaboration"):
+    """What a trainer needs to know of the collaboration."""
+
+    load_state_timeout: float = flag(600.0, "Give up on downloading the state from others after this many seconds")
+    client_mode: bool = flag(
+        False, "Accept no incoming connections, for peers behind NAT or a firewall. Not all trainers may do so"
+    )
+    batch_size_lead: int = flag(
+        0,
+        "Begin looking for a group at the latest this many samples before target_batch_size; see --matchmaking_time",
+        at_least=0,
+        below="target_batch_size",
+    )
+    bandwidth: float | None = flag(
+        None,
+        "Upload of this peer in Mbit/s, which decides its fraction of the work in all-reduce. Default: little in the "
+        "first round, then the largest rate at which this machine has sent in a round, at most 100",
+    )
+    load_state_compression: Compression = flag("float16", "How this peer compresses the state that others download")
+    delay_grad_averaging: bool = flag(True, "Average gradients in the background while computing the next ones")
+    delay_optimizer_step: bool = flag(
+        True, "Run the optimizer step in the background; its result comes a local step late"
+    )
+    statistics_expiration: float = flag(600, "Metrics expire after this many seconds without an update", at_most=3600)
+    backup_every_steps: int = flag(
+        10, "Save a checkpoint every this many global steps, for a rollback if the parameters become NaN or Inf"
+    )
+    max_global_steps: int | None = flag(None, "Leave at this global step of the run. Default: train until stopped")
+    leave_timeout: float = flag(
+        90.0, "After max_global_steps, wait at most this many seconds for a monitor to save that step", at_least=0
+    )
+    username: str = flag(
+        "", "Name in the public list of contributors, at most 64 characters. Default: one derived from the peer ID"
+    )
+    max_traffic: str | None = flag(
+        None,
+        "Leave before this machine has sent and received so much in a calendar month, such as 50GB. Other programs "
+        "count, too, while the trainer runs",
+    )
+
+
+@dataclass
+class ModelArguments(ModelOptions, group="Model and data"):
+    """What is trained, and where its data comes from. Trainer, monitor and evaluator must agree on it."""
+
+    tokenizer_path: str = flag("data/tokenizer", "Folder with the tokenizer, written by tokenize_wikitext103.py")
+    cache_dir: str | None = flag("data/cache", "Folder for downloads from the Hub")
+    task: str | None = flag(
+        None,
+        "Python file with a model, samples and a loss of your own, instead of a language model: see docs/own-model.md "
+        "and examples/digits.py. All peers of the run need the same file. It is a program: read a file from somebody "
+        "else first. Flags for text, such as --model_name_or_path and --dataset_path, have no effect then",
+    )
+
+
+@dataclass
+class DatasetArguments(ModelArguments, DataOptions, group="Model and data"):
+    """What is trained, for peers that have the data."""
+
+    dataset_path: str = flag(
+        find_dataset,
+        "Folder with the tokenized dataset, written by tokenize_wikitext103.py. Default: data/tokenized or "
+        "data/albert_tokenized_wikitext, the newer",
+    )
+    load_in_4bit: bool = flag(
+        False, "With --lora_rank: keep the base model in 4 bits, on a GPU, with bitsandbytes (pip install it first)"
+    )
+    data_cache: str = flag(
+        "2GB",
+        "Size on disk of the shards to keep, if the data is in shards: those in use, and as many of the next as fit",
+    )
+
+
+@dataclass
+class LocalTrainingArguments(LocalOptions, group="Local training"):
+    """How this peer computes gradients. `hf_trainer.build_training_arguments` hands the flags to transformers."""
+
+    per_device_train_batch_size: int | None = flag(
+        None, "Samples per micro-batch and device. Default: what fits into the memory of the GPU; on a CPU 4"
+    )
+    gradient_accumulation_steps: int = flag(
+        2, "Micro-batches per local step. The trainer reports its progress after each local step"
+    )
+    fp16: bool = flag(False, "Mixed precision with float16 (GPU only)")
+    bf16: bool = flag(False, "Mixed precision with bfloat16")
+    fp32: bool = flag(False, "Do not use mixed precision. Default: bf16 on GPUs that have it, else fp16; on CPU fp32")
+    gradient_checkpointing: bool = flag(False, "Recompute activations: about a third slower, much less GPU memory")
+    attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] | None = flag(
+        None, "How attention is computed. Default: transformers' choice for the model, mostly sdpa"
+    )
+    torch_compile: bool = flag(False, "Compile the model for this device: a slow start, then faster. One GPU at most")
+    use_cpu: bool = flag(False, "Do not use a GPU")
+    dataloader_num_workers: int = flag(2, "Processes that prepare batches; 0: the main process does", at_least=0)
+    seed: int = flag(
+        42, "Random seed. With the peer ID, it determines the order of this peer's samples and its dropout", at_least=0
+    )
+    output_dir: str = flag("outputs", "Folder for this peer's checkpoints and identity")
+    save_steps: int = flag(500, "Also save a checkpoint every this many local steps")
+    save_total_limit: int = flag(2, "Keep this many checkpoints")
+    logging_steps: int = flag(100, "Log the local loss every this many local steps")
+    logging_first_step: bool = flag(True, "Log the first local step too")
+    disable_tqdm: bool = flag(False, "Show no progress bar on the terminal")
+    status: bool = flag(
+        False, "Print the status of the trainer of this --output_dir, and exit: with code 0 if it runs, else with 1"
+    )
+    check: bool = flag(
+        False, "Try everything that this trainer needs, print what is wrong and what to do, and exit, with code 0 or 1"
+    )
+
+
+TRAINER_ARGUMENTS = (LocalTrainingArguments, DatasetArguments, CollaborationArguments, ProgressTrackerArguments)
+
+
+@dataclass
+class ReportingArguments(Flags, group="Reporting"):
+    """Where curves are drawn."""
+
+    report_to: Literal["none", "wandb", "trackio", "tensorboard"] = flag(
+        "none",
+        "Dashboard for the training curves, in addition to metrics.jsonl: wandb (records offline "
+        "without an account), trackio (local, no account), or tensorboard (install the package first)",
+    )
+    wandb_project: str | None = flag(None, "Name of the Weights & Biases project; implies --report_to wandb")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.wandb_project is not None:
+            if self.report_to not in ("none", "wandb"):
+                raise ArgumentsError(f"--wandb_project needs wandb: drop it, or drop --report_to {self.report_to}")
+            self.report_to = "wandb"

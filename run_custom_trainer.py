@@ -13,13 +13,14 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from arguments import TrainerArguments
+from arguments import TRAINER_ARGUMENTS
 from cotrain.common.errors import run_script
 from cotrain.common.signals import StopSignal
+from cotrain.options import TrainerOptions
 from cotrain.training.start import start_trainer
 
 
-def train(args: TrainerArguments, stop: StopSignal) -> None:
+def train(args: TrainerOptions, stop: StopSignal) -> None:
     # These imports take seconds, which --help and usage errors do not need.
     from cotrain.peer.peer import open_peer
     from cotrain.training.builders import build_optimizer
@@ -37,7 +38,7 @@ def train(args: TrainerArguments, stop: StopSignal) -> None:
         client_mode = args.collaboration.client_mode
         peer = stack.enter_context(open_peer(args.collaboration, schemas, output_dir, client_mode, stop))
 
-        # hivemind's optimizer, around LAMB, AdamW or Muon
+        # The collaborative optimizer (peerstep), around LAMB, AdamW or Muon
         batch_size_per_step = args.training.batch_size_per_step(num_devices=1)
         optimizer = build_optimizer(model, peer, batch_size_per_step, args)
         stack.callback(optimizer.shutdown)
@@ -53,7 +54,7 @@ def train(args: TrainerArguments, stop: StopSignal) -> None:
 
 
 def main() -> None:
-    start_trainer(train, __doc__)
+    start_trainer(train, TRAINER_ARGUMENTS, __doc__)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from arguments import BaseTrainingArguments, DatasetArguments, HyperparameterArguments, ReportingArguments
+from arguments import BaseTrainingArguments, DatasetArguments, ReportingArguments
 from cotrain.common.errors import UserError, run_script
 from cotrain.common.flags import flag
 from cotrain.common.signals import StopSignal
+from cotrain.settings import Hyperparameters
 
 
 @dataclass
@@ -43,7 +44,7 @@ class EvaluatorArguments(ReportingArguments, group="Evaluation"):
     disable_tqdm: bool = flag(False, "Show no progress bar")
 
 
-ARGUMENTS = (EvaluatorArguments, BaseTrainingArguments, DatasetArguments, HyperparameterArguments)
+ARGUMENTS = (EvaluatorArguments, BaseTrainingArguments, DatasetArguments, Hyperparameters)
 
 
 def main() -> None:
@@ -58,17 +59,18 @@ def main() -> None:
         from cotrain.monitoring.evaluation import EvaluationLoop, Evaluator
         from cotrain.monitoring.reporters import Reporters
         from cotrain.peer.peer import open_peer
-        from cotrain.peer.run_config import adopt_run_config
+        from cotrain.peer.run_config import find_run_config
         from cotrain.tasks.task_loading import build_initial_model, load_task
         from cotrain.training.builders import open_observer
         from peerstep.swarm import supervise
         from utils import record_schemas
 
-        args, peer_args, dataset_args, hyperparameter_args = adopt_run_config(line, stop)
+        entry = find_run_config(line, stop)
+        args, peer_args, dataset_args, hyperparameter_args = entry.arguments
         logger = get_logger(__name__)
         if not peer_args.initial_peers:
             raise UserError("--initial_peers is missing: pass the address of a peer of the run")
-        task = load_task(dataset_args, has_weights=True, disable_tqdm=args.disable_tqdm)
+        task = load_task(dataset_args, entry.adopted, has_weights=True, disable_tqdm=args.disable_tqdm)
         evaluator = Evaluator(task, stop.is_set, args)
         model = build_initial_model(task, peer_args.run_id)
         output_dir, run_id = Path(args.output_dir), peer_args.run_id

@@ -11,13 +11,14 @@ where the address is one that the monitor or any trainer prints at its start.
 from contextlib import ExitStack
 from pathlib import Path
 
-from arguments import TrainerArguments
+from arguments import TRAINER_ARGUMENTS
 from cotrain.common.errors import run_script
 from cotrain.common.signals import StopSignal
+from cotrain.options import TrainerOptions
 from cotrain.training.start import start_trainer
 
 
-def train(args: TrainerArguments, stop: StopSignal) -> None:
+def train(args: TrainerOptions, stop: StopSignal) -> None:
     # These imports take seconds, which --help and usage errors do not need.
     from callback import CollaborativeCallback
     from cotrain.peer.peer import open_peer
@@ -38,8 +39,8 @@ def train(args: TrainerArguments, stop: StopSignal) -> None:
         peer = stack.enter_context(open_peer(args.collaboration, schemas, output_dir, client_mode, stop))
         peer_id = str(peer.dht.peer_id)
 
-        # hivemind's optimizer, around LAMB, AdamW or Muon. `step` counts a local step; once all peers together have
-        # target_batch_size samples, the optimizer averages the gradients and takes the global step.
+        # The collaborative optimizer (peerstep), around LAMB, AdamW or Muon. `step` counts a local step; once all
+        # peers together have target_batch_size samples, it averages the gradients and takes the global step.
         optimizer = build_optimizer(model, peer, batch_size_per_step, args)
         stack.callback(optimizer.shutdown)
 
@@ -63,7 +64,7 @@ def train(args: TrainerArguments, stop: StopSignal) -> None:
 
 
 def main() -> None:
-    start_trainer(train, __doc__)
+    start_trainer(train, TRAINER_ARGUMENTS, __doc__)
 
 
 if __name__ == "__main__":

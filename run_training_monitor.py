@@ -16,19 +16,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from arguments import (
-    BaseTrainingArguments,
-    HyperparameterArguments,
-    ModelArguments,
-    OptimizerArguments,
-    ProgressTrackerArguments,
-    ReportingArguments,
-    check_compression,
-)
+from arguments import BaseTrainingArguments, ModelArguments, ProgressTrackerArguments, ReportingArguments
 from cotrain.common.errors import run_script
 from cotrain.common.flags import ArgumentsError, flag, parse_repo_id
 from cotrain.common.json_file import write_json
 from cotrain.common.signals import StopSignal
+from cotrain.settings import Hyperparameters, StepSettings, check_compression
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +31,7 @@ class TrainingMonitorArguments(ReportingArguments, group="Monitor"):
     """What the monitor watches, keeps and reports."""
 
     output_dir: str = flag("monitor_outputs", "Folder for metrics.jsonl, checkpoints and the identity")
+    load_state_timeout: float = flag(600.0, "Give up on downloading the state from trainers after this many seconds")
     refresh_period: float = flag(30, "Seconds between two reads of the trainers' metrics")
     use_google_dns: bool = flag(
         False, "Look up this machine's public IP address at --public_ip_service, and announce it"
@@ -89,7 +83,7 @@ class TrainingMonitorArguments(ReportingArguments, group="Monitor"):
 
 @dataclass
 class RunArguments(
-    ModelArguments, HyperparameterArguments, OptimizerArguments, ProgressTrackerArguments, group="Settings of the run"
+    ModelArguments, Hyperparameters, StepSettings, ProgressTrackerArguments, group="Settings of the run"
 ):
     """Settings of the run. The monitor signs and publishes them; it uses some of them."""
 
@@ -133,8 +127,8 @@ def main() -> None:
         from peerstep.swarm import supervise
         from utils import record_schemas
 
-        arguments, config, is_organiser, is_alone = find_run_config(line, stop, is_monitor=True)
-        args, run_args, peer_args = arguments
+        entry = find_run_config(line, stop, is_monitor=True)
+        args, run_args, peer_args = entry.arguments
         if run_args.lacks_tokenizer and line.stated.isdisjoint(NEED_TOKENIZER):
             args.store_checkpoints = False
             logger.warning(
@@ -146,7 +140,9 @@ def main() -> None:
         stack.enter_context(open_tunnel(peer_args))
         if args.store_checkpoints:
             # The weights of a base that adapters are trained for are needed for samples only.
-            task = load_task(run_args, has_weights=run_args.lora_rank is not None and bool(args.sample_text))
+            task = load_task(
+                run_args, entry.adopted, has_weights=run_args.lora_rank is not None and bool(args.sample_text)
+            )
             model = build_initial_model(task, run_id)
             if run_args.lora_rank is not None:
                 stated["model_revision"] = run_args.model_revision
@@ -162,7 +158,7 @@ def main() -> None:
 
         # The peer that the others join through
         peer = stack.enter_context(
-            open_peer(peer_args, record_schemas(peer_args.run_id), output_dir, False, stop, is_alone)
+            open_peer(peer_args, record_schemas(peer_args.run_id), output_dir, False, stop, entry.is_alone)
         )
         claim_folder(output_dir, run_id)
         longest_wait = 600.0 + 10 * args.refresh_period
@@ -172,13 +168,13 @@ def main() -> None:
         # Checkpoints: downloaded from trainers, and offered to them
         keeper = uploader = None
         if args.store_checkpoints:
-            observer = open_observer(model, peer, run_id, run_args, run_args.load_state_timeout, output_dir)
+            observer = open_observer(model, peer, run_id, run_args, args.load_state_timeout, output_dir)
             keeper = CheckpointKeeper(stack.enter_context(observer), task, model, run_id, args)
             stack.callback(keeper.close)
             keeper.restore()
 
-        own = RunConfig.sign({"run_id": run_id, **stated}, peer.private_key) if is_organiser else None
-        relay = RunConfigRelay(peer, own or config, longest_wait)
+        own = RunConfig.sign({"run_id": run_id, **stated}, peer.private_key) if entry.is_organiser else None
+        relay = RunConfigRelay(peer, own or entry.config, longest_wait)
         relay.publish()  # before anybody knows the address
         addresses.log_visible_maddrs(visible_maddrs, only_p2p=peer_args.use_ipfs)
         # For programs, such as run_local_demo.py; people read the log.
@@ -212,7 +208,7 @@ def main() -> None:
         end_time = peer_args.end_time + 120.0  # trainers wait for the last checkpoint for 90 s
         while not (stop.is_set() or time.time() >= end_time or training_monitor.has_ended()):
             page = peer_args.page or reporter.page  # wandb's is known after its start
-            if is_organiser and relay.config.settings.get("page") != page:
+            if entry.is_organiser and relay.config.settings.get("page") != page:
                 relay.config = RunConfig.sign({**relay.config.settings, "page": page}, peer.private_key)
             relay.publish()
             training_monitor.refresh(page)

@@ -27,12 +27,14 @@ from typing import Literal
 
 from tqdm.auto import tqdm
 
-from arguments import BASE_FOLDER, DATASET_FOLDERS, parse_size, weight_files
 from cotrain.common.errors import run_script
-from cotrain.common.flags import ArgumentsError, Flags, flag, require, require_apart
+from cotrain.common.flags import ArgumentsError, Flags, flag, parse_size, require, require_apart
 from cotrain.data.corpus import Corpus, open_corpus, read_corpus
 from cotrain.data.manifest import Manifest
 from cotrain.models.objectives import DEFAULT_OBJECTIVE, OBJECTIVES
+from cotrain.models.weights import weight_files
+from cotrain.options import DATASET_FOLDERS
+from cotrain.settings import BASE_FOLDER
 
 # The rest is imported where it is used: datasets and transformers take seconds, for which --help need not wait.
 

@@ -31,7 +31,7 @@ from scipy.stats import t
 
 from benchmarks.local_updates_simulation import copies_of, parameters_of, sample_order
 from benchmarks.low_communication import MODEL, SEQ_LENGTH, VOCAB_SIZE, TextTask
-from cotrain.arguments import HyperparameterArguments
+from cotrain.settings import Hyperparameters
 from cotrain.training.builders import build_local_optimizer, build_param_groups, build_scheduler
 from peerstep.accumulators import clip_norm
 from peerstep.pace import SHORT
@@ -84,7 +84,7 @@ VARIANTS = {
 class Learner:
     """A model and its optimizer, whose gradients may be of older parameters."""
 
-    def __init__(self, task: TextTask, args: HyperparameterArguments, seed: int):
+    def __init__(self, task: TextTask, args: Hyperparameters, seed: int):
         self.task, self.args, self.num_steps = task, args, 0
         self.model = task.build_model(seed).eval()  # eval(): no dropout
         groups = build_param_groups(self.model, args.weight_decay, args.optimizer)
@@ -265,7 +265,7 @@ def main() -> None:
     for name in args.models:
         task = open_task(folder, name, args.train_file)
         *_, optimizer, rate, epsilon = MODELS[name]
-        hyperparameters = HyperparameterArguments(
+        hyperparameters = Hyperparameters(
             optimizer=optimizer, learning_rate=args.learning_rate or rate, adam_epsilon=epsilon,
             warmup_steps=args.steps // 20, total_steps=args.steps, max_grad_norm=1.0,
         )  # fmt: skip

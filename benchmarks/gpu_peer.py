@@ -26,7 +26,7 @@ from torch.utils.data import Dataset, default_collate
 from transformers import Trainer, TrainerCallback
 
 import run_trainer
-from cotrain.arguments import TRAINER_ARGUMENTS, DatasetArguments
+from arguments import TRAINER_ARGUMENTS, DatasetArguments
 from cotrain.common.argument_parser import parse_arguments
 from cotrain.common.errors import run_script
 from cotrain.models import model as models

@@ -16,17 +16,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from cotrain.arguments import (
-    CollaborationArguments,
-    LocalTrainingArguments,
-    ModelArguments,
-    ProgressTrackerArguments,
-    TrainerArguments,
-)
+from arguments import CollaborationArguments, LocalTrainingArguments, ModelArguments, ProgressTrackerArguments
 from cotrain.common.argument_parser import parse_arguments
 from cotrain.common.errors import run_script
 from cotrain.common.flags import Flags, flag
 from cotrain.common.signals import StopSignal
+from cotrain.options import NOTHING, TrainerOptions
 from peerstep.processes import guard_children
 from tests.support.altered import Recorder
 
@@ -81,7 +76,7 @@ def train(
         client_mode = collaboration_args.client_mode
         peer = stack.enter_context(open_peer(collaboration_args, schemas, output_dir, client_mode, stop))
         log_visible_maddrs(peer.dht.get_visible_maddrs(), only_p2p=False)
-        args = TrainerArguments(training_args, None, collaboration_args, tracker_args)
+        args = TrainerOptions(training_args, None, collaboration_args, tracker_args, NOTHING)
         optimizer = build_optimizer(model, peer, training_args.batch_size_per_step(1), args)
         stack.callback(optimizer.shutdown)
         stack.enter_context(supervise({"DHT": peer.dht, **optimizer.processes}, seconds=15.0, exit_code=1))

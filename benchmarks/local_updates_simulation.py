@@ -15,7 +15,7 @@ import torch
 from hivemind.averaging.partition import TensorPartContainer
 from hivemind.compression import CompressionBase, CompressionInfo, NoCompression, deserialize_torch_tensor
 
-from cotrain.arguments import HyperparameterArguments
+from cotrain.settings import Hyperparameters
 from cotrain.training.builders import build_local_optimizer, build_param_groups, build_scheduler
 from peerstep.accumulators import GradientAccumulator, clip_norm
 from peerstep.bounds import norm_of
@@ -154,7 +154,7 @@ def sample_order(num_samples: int, seed: int, peer: int) -> Iterator[int]:
 class DataParallelPeers:
     """Peers that accumulate gradients. Their models are equal, so one model serves all."""
 
-    def __init__(self, variant: Variant, args: HyperparameterArguments, build_model: Callable[[], torch.nn.Module]):
+    def __init__(self, variant: Variant, args: Hyperparameters, build_model: Callable[[], torch.nn.Module]):
         self.args, self.model = args, build_model()
         groups = build_param_groups(self.model, args.weight_decay, args.optimizer)
         self.parameters = parameters_of(groups)
@@ -196,9 +196,7 @@ class LocalTrainer(LocalTraining):
     :param theta: parameters of the last global step
     """
 
-    def __init__(
-        self, model: torch.nn.Module, theta: Tensors, args: HyperparameterArguments, project: Callable | None
-    ):
+    def __init__(self, model: torch.nn.Module, theta: Tensors, args: Hyperparameters, project: Callable | None):
         self.model, self.step = model, 0.0  # counts whole rounds
         groups = build_param_groups(model, args.weight_decay, args.optimizer)
         builders = partial(build_local_optimizer, args=args), partial(build_scheduler, args=args)
@@ -221,7 +219,7 @@ class LocalTrainer(LocalTraining):
 class LocalUpdatePeers:
     """Peers that train by themselves between the rounds."""
 
-    def __init__(self, variant: Variant, args: HyperparameterArguments, build_model: Callable[[], torch.nn.Module]):
+    def __init__(self, variant: Variant, args: Hyperparameters, build_model: Callable[[], torch.nn.Module]):
         self.args, self._variant = args, variant
         self._compression = COMPRESSIONS[variant.compression]()
         groups = copies_of(build_param_groups(build_model(), args.weight_decay, args.optimizer))
@@ -278,7 +276,7 @@ class Simulation:
     :param seed: of the initial weights, the order of each peer's samples, and the missed rounds
     """
 
-    def __init__(self, task, variant: Variant, args: HyperparameterArguments, budget: Budget, seed: int):
+    def __init__(self, task, variant: Variant, args: Hyperparameters, budget: Budget, seed: int):
         torch.manual_seed(seed)
         self.task, self.variant, self.budget = task, variant, budget
         kind = LocalUpdatePeers if variant.local_updates else DataParallelPeers

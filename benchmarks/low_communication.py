@@ -25,10 +25,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 from tqdm.auto import tqdm
 
+from arguments import DatasetArguments
 from benchmarks.local_updates_simulation import SPEEDS, Budget, Simulation, Variant
-from cotrain.arguments import DatasetArguments, HyperparameterArguments
 from cotrain.data.manifest import Manifest
 from cotrain.monitoring.evaluation import Evaluator
+from cotrain.options import NOTHING
+from cotrain.settings import Hyperparameters
 from cotrain.tasks.task_loading import load_task
 from peerstep.patches import apply_patches
 from run_evaluator import EvaluatorArguments
@@ -114,7 +116,7 @@ class TextTask:
             tokenizer_path=str(tokenizer_path),
             dataset_path=str(dataset),
         )
-        self.task = load_task(arguments)
+        self.task = load_task(arguments, NOTHING)
         self.config = self.task.config
         self._samples = list(self.task.load_samples("train"))
         args = EvaluatorArguments(
@@ -211,8 +213,8 @@ def sweep(run: Run) -> list[Run]:
     return runs
 
 
-def build_arguments(run: Run, budget: Budget, optimizer: str) -> HyperparameterArguments:
-    return HyperparameterArguments(
+def build_arguments(run: Run, budget: Budget, optimizer: str) -> Hyperparameters:
+    return Hyperparameters(
         optimizer=optimizer,
         learning_rate=run.learning_rate,
         adam_epsilon=1e-6 if optimizer == "lamb" else 1e-8,

@@ -21,10 +21,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from cotrain.arguments import TRAINER_ARGUMENTS
+from arguments import TRAINER_ARGUMENTS
 from cotrain.common.argument_parser import parse_arguments
 from cotrain.common.errors import run_script
 from cotrain.monitoring.evaluation import Evaluator
+from cotrain.options import NOTHING
 from cotrain.tasks.task_loading import build_initial_model, load_samples, load_task
 from cotrain.training.builders import build_local_optimizer, build_param_groups, build_scheduler
 from cotrain.training.hf_trainer import build_training_arguments, choose_devices
@@ -56,7 +57,7 @@ class StepRecorder(TrainerCallback):
 def main() -> None:
     training_args, dataset_args, collaboration_args, *_ = parse_arguments(TRAINER_ARGUMENTS, __doc__)
     device, num_devices = choose_devices(training_args)
-    task = load_task(dataset_args, has_weights=True)
+    task = load_task(dataset_args, NOTHING, has_weights=True)
     model = build_initial_model(task, collaboration_args.run_id).to(device)
     model.accepts_loss_kwargs = False  # as CollaborativeTrainer assumes
     optimizer = build_local_optimizer(build_param_groups(model, training_args.weight_decay), training_args)

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import torch
 
-from cotrain.arguments import TRAINER_ARGUMENTS, TrainerArguments
 from cotrain.common.argument_parser import KeywordParser
 from cotrain.common.atomic_files import lock_folder
 from cotrain.common.errors import UserError, report_uncaught_errors
 from cotrain.common.signals import StopSignal
 from cotrain.dht.run_records import record_schemas
 from cotrain.models.model import choose_kernels, seeded_by, to_float
+from cotrain.options import TRAINER_OPTIONS
 from cotrain.peer.peer import open_peer
-from cotrain.peer.run_config import adopt_run_config
+from cotrain.peer.run_config import find_run_config
 from cotrain.peer.tunnel import open_tunnel
 from cotrain.status.status import recorded_start
 from cotrain.task import Task
@@ -40,7 +40,8 @@ def join_run(
         initial weights are equal on all peers. A module is for weights that are equal anyway, such as pretrained ones;
         trainers with other initial weights do not average with each other, and a newcomer with others ends
     :param batch_size: samples of each loss
-    :param flags: those of run_trainer.py. The settings of the run are taken from `initial_peers`, if there are any.
+    :param flags: those of run_trainer.py, see cotrain/settings.py and cotrain/options.py. The settings of the run are
+        taken from `initial_peers`, if there are any.
         Default of `output_dir`: the first of outputs, outputs-2, ... that no running peer uses
     :raises UserError: if a flag is wrong or differs from the run's, or no peer answers
     """
@@ -50,9 +51,9 @@ def join_run(
         stop = stack.enter_context(StopSignal(STOP_GRACE))
         own_flags = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": 1, **flags}
         own_flags["output_dir"] = flags.get("output_dir") or _lock_free_folder(stack)
-        command_line = KeywordParser(TRAINER_ARGUMENTS, "join_run").parse_keywords(own_flags)
+        command_line = KeywordParser(TRAINER_OPTIONS, "join_run").parse_keywords(own_flags)
         stack.enter_context(recorded_start(Path(own_flags["output_dir"])))
-        args = TrainerArguments(*adopt_run_config(command_line, stop))
+        args = find_run_config(command_line, stop).to_options()
         run_args, output_dir = args.collaboration, Path(args.training.output_dir)
         if not isinstance(model, torch.nn.Module):
             with seeded_by(run_args.run_id):
@@ -66,7 +67,7 @@ def join_run(
         schemas = record_schemas(run_args.run_id)
         peer = stack.enter_context(open_peer(run_args, schemas, output_dir, run_args.client_mode, stop))
 
-        # hivemind's optimizer, around LAMB, AdamW or Muon
+        # The collaborative optimizer, around LAMB, AdamW or Muon
         weights = fingerprint(model)
         optimizer = build_optimizer(model, peer, args.training.batch_size_per_step(num_devices=1), args)
         stack.callback(optimizer.shutdown)

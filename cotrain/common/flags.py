@@ -3,6 +3,7 @@
 import ipaddress
 import operator
 import re
+from collections.abc import Sequence
 from dataclasses import field, fields
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ MARKS = {"setting", *_BOUNDS}  # metadata that are not for argparse
 MAX_FLAG = 2**31 - 1  # of a flag without an upper bound: protobuf's int32; 68 years, if it is a time in seconds
 
 
-def flag(default: Any, help: str, **metadata: Any) -> Any:
+def flag(default: Any, help: str = "", **metadata: Any) -> Any:
     """Return the field of a dataclass that is a flag of a script.
 
     :param default: a value, a function that makes it (`list`), or `dataclasses.MISSING` if the flag is required
@@ -49,9 +50,6 @@ def setting(default: Any, help: str, *, optional: bool = False, **metadata: Any)
 class Flags:
     """Base of the dataclasses of flags, which checks the bounds of their numbers. `group`: their heading in --help."""
 
-    adopted = frozenset()  # names of the flags whose values the run has chosen: a stranger
-    near = ()  # addresses of the initial peers
-
     def __init_subclass__(cls, group: str | None = None):
         """Set the heading of the flags in --help; by default that of the base class."""
         if group is not None:
@@ -70,7 +68,7 @@ class Flags:
                 require(_BOUNDS[name](value, limit), f"--{option.name} must be {what}, got {value}")
 
 
-def find_settings(dataclass_types: list[type], *, optional_only: bool = False) -> frozenset[str]:
+def find_settings(dataclass_types: Sequence[type], *, optional_only: bool = False) -> frozenset[str]:
     """Return the names of the flags that are settings of a run."""
     kinds = {"optional"} if optional_only else {"optional", "common"}
     found = (option for dataclass_type in dataclass_types for option in fields(dataclass_type))
@@ -85,6 +83,13 @@ def require_apart(name: str, path: str, other_name: str, other_path: str) -> Non
     resolved, other = Path(path).resolve(), Path(other_path).resolve()
     if resolved.is_relative_to(other) or other.is_relative_to(resolved):
         raise ArgumentsError(f"--{name} '{path}' and --{other_name} '{other_path}' must not be inside each other")
+
+
+def parse_size(flag: str, value: str) -> int:
+    """Return the bytes of a size such as 256MB or 1.5GB."""
+    match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?) ?([kMGT])B", value)
+    require(match is not None, f"{flag} must be a size such as 256MB or 2GB, got '{value}'")
+    return int(float(match[1]) * 1000 ** " kMGT".index(match[2]))
 
 
 def check_web_address(flag: str, url: str) -> None:

@@ -14,9 +14,10 @@ from pathlib import Path
 from tqdm.auto import tqdm
 from tqdm.utils import CallbackIOWrapper
 
-from cotrain.arguments import BASE_FOLDER, DATASET_FOLDERS
 from cotrain.common.atomic_files import new_file
 from cotrain.common.errors import UserError
+from cotrain.options import DATASET_FOLDERS
+from cotrain.settings import BASE_FOLDER
 
 # Names of the folders in an archive. OLD_DATASET is accepted.
 (DATASET, OLD_DATASET), TOKENIZER = DATASET_FOLDERS, "data/tokenizer"

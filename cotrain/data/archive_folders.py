@@ -12,9 +12,10 @@ from typing import BinaryIO
 
 from urllib3.util import parse_url
 
-from cotrain.arguments import BASE_FOLDER, ModelArguments
 from cotrain.common.errors import UserError
 from cotrain.data.archive import DATASET, TOKENIZER
+from cotrain.options import ModelOptions
+from cotrain.settings import BASE_FOLDER
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ OTHERS = "other-archives"
 _in_use: dict[Path, BinaryIO] = {}  # marks of the datasets that this process reads, with a shared lock until it ends
 
 
-def find_folders(args: ModelArguments) -> dict[str, tuple[str, Path]]:
+def find_folders(args: ModelOptions) -> dict[str, tuple[str, Path]]:
     """Return the flag and the folder of each part of the archive that a peer needs, the dataset first."""
     paths = {
         DATASET: ("dataset_path", args.dataset_path),  # a monitor has none
@@ -45,7 +46,7 @@ def write_receipt(folder: Path, digest: str, address: str = "") -> None:
     (folder / RECEIPT).write_text(f"{digest}\n{address}\n", encoding="utf-8")
 
 
-def claim_folders(args: ModelArguments) -> None:
+def claim_folders(args: ModelOptions) -> None:
     """Move the folders of other archives aside, and those of this archive to their place. The caller holds the lock.
 
     :raises UserError: if another process reads the data that is in the way
@@ -69,7 +70,7 @@ def claim_folders(args: ModelArguments) -> None:
                     logger.info(f"'{folder}' is that of '{kept.parent}' again")
 
 
-def find_foreign_archive(folder: Path, args: ModelArguments) -> str | None:
+def find_foreign_archive(folder: Path, args: ModelOptions) -> str | None:
     """Return the SHA-256 of the archive that a folder is from, if that is another one than --dataset_url."""
     try:
         digest, address = [*(folder / RECEIPT).read_text(encoding="utf-8").splitlines(), ""][:2]

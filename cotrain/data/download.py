@@ -20,7 +20,6 @@ from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 from urllib3.util import Retry
 
-from cotrain.arguments import DatasetArguments, ModelArguments
 from cotrain.common.atomic_files import check_target, make_parent, new_file, new_folder
 from cotrain.common.errors import TemporaryError, UserError, first_line
 from cotrain.common.hosts import MAX_DOWNLOAD_BYTES, GuardedAdapter
@@ -37,6 +36,7 @@ from cotrain.data.archive_folders import (
 )
 from cotrain.data.loading import check_dataset, check_samples, open_samples
 from cotrain.data.manifest import Manifest, Shard
+from cotrain.options import Adopted, DataOptions, ModelOptions
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class TransientError(Exception):
         self.seconds = seconds
 
 
-def fetch_data(args: ModelArguments, disable_tqdm: bool = False) -> None:
+def fetch_data(args: ModelOptions, adopted: Adopted, disable_tqdm: bool = False) -> None:
     """Download dataset, tokenizer and BASE_FOLDER from --dataset_url unless they exist. Folders are not changed.
 
     Folders of another archive are moved aside, see archive_folders.py.
@@ -75,7 +75,7 @@ def fetch_data(args: ModelArguments, disable_tqdm: bool = False) -> None:
     if _find_missing(args) or any(find_foreign_archive(path, args) for _, path in places.values()):
         make_parent(folder)
         try:
-            _fetch_alone(args, folder, disable_tqdm)
+            _fetch_alone(args, adopted, folder, disable_tqdm)
         except OSError as error:
             error.filename = error.filename or str(folder.parent)  # a failed write does not say where
             raise
@@ -86,7 +86,7 @@ def fetch_data(args: ModelArguments, disable_tqdm: bool = False) -> None:
         logger.warning(f"{what}: if it is not that of --dataset_url, stop and remove it")
 
 
-def _fetch_alone(args: ModelArguments, folder: Path, disable_tqdm: bool) -> None:
+def _fetch_alone(args: ModelOptions, adopted: Adopted, folder: Path, disable_tqdm: bool) -> None:
     """Download what is missing, while no other process does. `folder`: that of the lock and of the partial archive."""
     lock = FileLock(folder.with_name(f".{folder.name}.lock"))  # ends with its process
     try:
@@ -97,11 +97,11 @@ def _fetch_alone(args: ModelArguments, folder: Path, disable_tqdm: bool) -> None
     with acquired:
         claim_folders(args)
         if missing := _find_missing(args):
-            _fetch(args, missing, folder.with_name(f".{folder.name}.download"), disable_tqdm)
+            _fetch(args, adopted, missing, folder.with_name(f".{folder.name}.download"), disable_tqdm)
         Path(lock.lock_file).unlink(missing_ok=True)  # later processes find the data
 
 
-def _find_missing(args: ModelArguments) -> dict[str, Path]:
+def _find_missing(args: ModelOptions) -> dict[str, Path]:
     """Return the folders to unpack: name in the archive -> folder, the dataset first.
 
     :raises UserError: if a path is occupied by something else
@@ -114,7 +114,7 @@ def _find_missing(args: ModelArguments) -> dict[str, Path]:
     return missing
 
 
-def _fetch(args: ModelArguments, missing: dict[str, Path], path: Path, disable_tqdm: bool) -> None:
+def _fetch(args: ModelOptions, adopted: Adopted, missing: dict[str, Path], path: Path, disable_tqdm: bool) -> None:
     """Download the archive to `path`, verify it, and unpack the missing folders."""
 
     def check() -> None:
@@ -130,19 +130,19 @@ def _fetch(args: ModelArguments, missing: dict[str, Path], path: Path, disable_t
             name: stack.enter_context(new_folder(folder, "--dataset_url", replaceable=(MARKS[name],)))
             for name, folder in missing.items()
         }
-        digest = _Transfer(args, path, disable_tqdm=disable_tqdm).fetch(folders, check)
+        digest = _Transfer(args, adopted, path, disable_tqdm=disable_tqdm).fetch(folders, check)
         for folder in folders.values():
             write_receipt(folder, digest, public_address(args.dataset_url))
     logger.info(f"The data is in {' and '.join(map(str, missing.values()))}")
 
 
-def fetch_shard(args: DatasetArguments, shard: Shard, manifest: Manifest) -> None:
+def fetch_shard(args: DataOptions, adopted: Adopted, shard: Shard, manifest: Manifest) -> None:
     """Download a shard from beside the archive of the manifest, check it, and put its file into the dataset's folder.
 
     :raises UserError: if it is not available, or is not what the manifest says
     """
     target = Path(args.dataset_path, shard.file)
-    transfer = _Transfer(args, target.with_name(f".{target.name}.download"), shard, disable_tqdm=True)
+    transfer = _Transfer(args, adopted, target.with_name(f".{target.name}.download"), shard, disable_tqdm=True)
     with new_file(target) as temporary:
         file = temporary.parent / shard.file
 
@@ -171,8 +171,10 @@ class _Transfer:
     The messages of requests and urllib3 quote the whole address, so no error message contains them.
     """
 
-    def __init__(self, args: ModelArguments, path: Path, shard: Shard | None = None, disable_tqdm: bool = False):
-        is_adopted = "dataset_url" in args.adopted
+    def __init__(
+        self, args: ModelOptions, adopted: Adopted, path: Path, shard: Shard | None = None, disable_tqdm: bool = False
+    ):
+        is_adopted = "dataset_url" in adopted.names
         self.path, self.disable_tqdm = path, disable_tqdm
         self.url, self.expected = args.dataset_url, args.dataset_sha256
         self.limit = MAX_DOWNLOAD_BYTES if is_adopted else math.inf
@@ -186,7 +188,7 @@ class _Transfer:
         # requests reads these variables only if it trusts the whole environment.
         self.session.verify = os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE") or True
         for scheme in ("http://", "https://"):
-            self.session.mount(scheme, GuardedAdapter(args.near if is_adopted else None))
+            self.session.mount(scheme, GuardedAdapter(adopted.near if is_adopted else None))
 
     def fetch(self, folders: dict[str, Path], check: Callable[[], None]) -> str:
         """Download the archive, verify, unpack and check it; return its SHA-256."""

@@ -9,13 +9,14 @@ from pathlib import Path
 
 from datasets import Dataset
 
-from cotrain.arguments import DatasetArguments, parse_size
 from cotrain.common.atomic_files import lock_folder
 from cotrain.common.backoff import Backoff
 from cotrain.common.errors import TemporaryError, UserError, describe
+from cotrain.common.flags import parse_size
 from cotrain.data.download import fetch_shard
 from cotrain.data.loading import open_samples
 from cotrain.data.manifest import Manifest
+from cotrain.options import Adopted, DataOptions
 from peerstep.threads import PeriodicThread
 
 logger = logging.getLogger(__name__)
@@ -28,8 +29,8 @@ FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 5.0, 60.0  # seconds between attempts 
 class ShardedSamples:
     """Map-style dataset of the training text in shards, of which some are on disk. Workers get a copy."""
 
-    def __init__(self, args: DatasetArguments, manifest: Manifest):
-        self.args, self.manifest, self.shards = args, manifest, manifest.shards
+    def __init__(self, args: DataOptions, adopted: Adopted, manifest: Manifest):
+        self.args, self.adopted, self.manifest, self.shards = args, adopted, manifest, manifest.shards
         self._starts = list(itertools.accumulate((shard.samples for shard in self.shards), initial=0))
 
     def __len__(self) -> int:
@@ -42,7 +43,7 @@ class ShardedSamples:
         return _open_shard(path, self.manifest.objective, shard.samples)[number - self._starts[index]]
 
     def open_cache(self) -> "ShardCache":
-        return ShardCache(self.args, self.manifest)
+        return ShardCache(self.args, self.adopted, self.manifest)
 
 
 @lru_cache(maxsize=WINDOW)  # a file that is removed takes its place on the disk as long as it is open
@@ -56,9 +57,10 @@ class ShardCache(PeriodicThread):
     :raises UserError: if there is no room for three, or another trainer uses the folder
     """
 
-    def __init__(self, args: DatasetArguments, manifest: Manifest):
+    def __init__(self, args: DataOptions, adopted: Adopted, manifest: Manifest):
         super().__init__(LOOK_PERIOD)
-        self.args, self.manifest, self.shards, self.limit = args, manifest, manifest.shards, args.data_cache
+        self.args, self.adopted, self.manifest = args, adopted, manifest
+        self.shards, self.limit = manifest.shards, args.data_cache
         largest, packed = (max(getattr(x, name) for x in self.shards) for name in ("unpacked", "bytes"))
         self._room = parse_size("--data_cache", self.limit) - packed
         # Besides the shards that are mixed, one stays for workers that still read from it, and the next one arrives.
@@ -109,7 +111,7 @@ class ShardCache(PeriodicThread):
         if index is None:
             return
         try:
-            fetch_shard(self.args, self.shards[index], self.manifest)
+            fetch_shard(self.args, self.adopted, self.shards[index], self.manifest)
         except Exception as error:  # also a full disk; training continues on the shards that are here
             self.fault, self.period = error, self._backoff.fail()
             if not isinstance(error, TemporaryError):

@@ -11,10 +11,10 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cotrain.arguments import ModelArguments
 from cotrain.common.errors import UserError, first_line
 from cotrain.models.model import get_objective
 from cotrain.models.objectives import OBJECTIVES
+from cotrain.options import ModelOptions
 
 logger = logging.getLogger(__name__)
 UNTRAINED = 0.1  # of the median length of the rows of an embedding; Llama 3 has rows of 1e-23 for unused tokens
@@ -43,7 +43,7 @@ def find_written(tokenizer: Any, but: list[str]) -> dict[str, int]:
     return {name: number for name, number in tokenizer.get_added_vocab().items() if number in ids and name not in but}
 
 
-def add_adapters(base: PreTrainedModel, args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PeftModel:
+def add_adapters(base: PreTrainedModel, args: ModelOptions, tokenizer: PreTrainedTokenizerBase) -> PeftModel:
     """Freeze a model, and add adapters in float32 as --lora_rank and its like say. Name the rows that need training.
 
     :param base: with its weights; or on the meta device for a peer that computes nothing, whose adapters are zeros

@@ -15,9 +15,9 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, Revi
 from transformers import CONFIG_MAPPING, PretrainedConfig, modeling_rope_utils
 from transformers.models.auto import modeling_auto
 
-from cotrain.arguments import BASE_FOLDER
 from cotrain.common.errors import UserError, first_line
 from cotrain.models.objectives import OBJECTIVES
+from cotrain.settings import BASE_FOLDER
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 # Bounds of what costs memory or time before the model is measured, see `build_without_weights`.
@@ -70,7 +70,7 @@ def read_fields(
 
     :param name: JSON, path of a config.json or of a folder that has one, or a name in configs/ or on the Hub
     :param has_weights: whether the weights there are read, too
-    :param hub_options: see `ModelArguments.hub_options`
+    :param hub_options: see `ModelOptions.hub_options`
     :raises UserError: if there is none, the model family is not supported, or a value is out of bounds
     """
     built_in = CONFIGS / f"{name}.json"

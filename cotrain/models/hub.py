@@ -10,6 +10,7 @@ from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 from cotrain.common.errors import TemporaryError, UserError, first_line
 from cotrain.common.hosts import MAX_DOWNLOAD_BYTES
 from cotrain.models.config import find_refusal
+from cotrain.options import Adopted, ModelOptions
 
 logger = logging.getLogger(__name__)
 
@@ -20,13 +21,20 @@ _WEIGHTS = re.compile(r"model(-[0-9]{5}-of-[0-9]{5})?\.safetensors")
 _BESIDE = {"config.json", "generation_config.json", "model.safetensors.index.json"}
 
 
-def fetch_files(name: str, is_foreign: bool, has_weights: bool, **hub_options) -> Path:
+def build_hub_options(args: ModelOptions, adopted: Adopted) -> dict[str, Any]:
+    """Return options of transformers for files on the Hub, with less trust in a repository that the run has chosen."""
+    own: dict[str, Any] = {"cache_dir": args.cache_dir, "trust_remote_code": False}
+    own |= {} if args.model_revision is None else {"revision": args.model_revision}
+    return own | ({"token": False, "use_safetensors": True} if "model_name_or_path" in adopted.names else {})
+
+
+def fetch_files(name: str, is_foreign: bool, has_weights: bool, **hub_options: Any) -> Path:
     """Download a model's configuration and its weights in safetensors, and return their folder.
 
     Without the Hub, it is the folder in the cache.
 
     :param is_foreign: whether the run has chosen it, which bounds what is downloaded
-    :param hub_options: see `ModelArguments.hub_options`
+    :param hub_options: see `build_hub_options`
     :raises UserError: if it is not available, has adapters, or is larger than MAX_DOWNLOAD_BYTES
     """
     options: dict[str, Any] = {key: hub_options.get(key) for key in ("revision", "token")}

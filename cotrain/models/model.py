@@ -24,12 +24,13 @@ from transformers.models.albert.modeling_albert import AlbertLayer
 from transformers.utils import cached_file, is_flash_attn_2_available
 from transformers.utils.logging import disable_progress_bar
 
-from cotrain.arguments import BASE_FOLDER, LocalTrainingArguments, ModelArguments
 from cotrain.common.errors import UserError, first_line
 from cotrain.models.config import CONFIGS, find_model_classes, is_inline, is_published_name, read_fields
-from cotrain.models.hub import ADAPTED, ADAPTERS, fetch_files
+from cotrain.models.hub import ADAPTED, ADAPTERS, build_hub_options, fetch_files
 from cotrain.models.objectives import OBJECTIVES
 from cotrain.models.vocabulary import vocabulary_size
+from cotrain.options import Adopted, LocalOptions, ModelOptions
+from cotrain.settings import BASE_FOLDER
 
 logger = logging.getLogger(__name__)
 # transformers warns of a configuration's own special tokens, before those of the tokenizer are set.
@@ -57,7 +58,7 @@ def read_config(name: str, flag: str = "--model_name_or_path", **hub_options) ->
         raise UserError(f"{flag}: the model configuration is not valid: {' '.join(str(error).split())}") from None
 
 
-def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+def load_config(args: ModelOptions, adopted: Adopted, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
     """Load the model configuration and set the tokenizer's vocabulary size and special tokens in it.
 
     :raises UserError: if there is no configuration at `args.model_name_or_path`, the run has named a path, the model
@@ -66,18 +67,19 @@ def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> Pre
     """
     name = args.model_name_or_path
     is_read = not is_inline(name) and (args.from_pretrained or not is_published_name(name))
-    is_from_run = "model_name_or_path" in args.adopted and name != BASE_FOLDER
+    is_foreign, hub_options = "model_name_or_path" in adopted.names, build_hub_options(args, adopted)
+    is_from_run = is_foreign and name != BASE_FOLDER
     if is_from_run and is_read and Path(name).exists():  # the run's data may have created it
         raise UserError(f"this run's --model_name_or_path '{name}' is a path on this machine: refused")
     if is_read and args.from_pretrained and Path(name, ADAPTERS).is_file():  # peft would replace them
         raise UserError(ADAPTED.format(name))
     source, is_here = name, is_inline(name) or Path(name).exists() or (CONFIGS / f"{name}.json").is_file()
     if is_from_run and not is_here:
-        source = str(fetch_files(name, is_foreign=True, has_weights=False, **args.hub_options))
-    config = read_config(source, has_weights=args.from_pretrained, **args.hub_options)
+        source = str(fetch_files(name, is_foreign=True, has_weights=False, **hub_options))
+    config = read_config(source, has_weights=args.from_pretrained, **hub_options)
     if args.lora_rank is not None and not Path(name).exists():  # all that is read of the repository is of one commit
         with contextlib.suppress(OSError):  # a built-in name, and no Hub
-            args.model_revision = Path(cached_file(name, "config.json", **args.hub_options)).parent.name
+            args.model_revision = Path(cached_file(name, "config.json", **hub_options)).parent.name
     text, size = config.get_text_config(), vocabulary_size(tokenizer)
     stated = getattr(text, "vocab_size", size)
     if args.from_pretrained and stated < size:  # a larger one is common: models round it up
@@ -91,7 +93,7 @@ def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> Pre
     for part in (config, text):  # often the same
         set_special_tokens(part, tokenizer)
     set_objective(config, tokenizer)
-    check_size(config, "model_name_or_path" in args.adopted, args.lora_rank is not None)
+    check_size(config, is_foreign, args.lora_rank is not None)
     return config
 
 
@@ -225,7 +227,7 @@ def supports_bf16(device: torch.device) -> bool:
         return False
 
 
-def choose_kernels(model: PreTrainedModel, args: LocalTrainingArguments, num_gpus: int) -> None:
+def choose_kernels(model: PreTrainedModel, args: LocalOptions, num_gpus: int) -> None:
     """Choose how this machine computes the model.
 
     :raises UserError: if it is not available here

@@ -16,17 +16,18 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
-from cotrain.arguments import ModelArguments, weight_files
 from cotrain.common.errors import UserError, first_line
 from cotrain.models.config import is_inline
-from cotrain.models.hub import ADAPTED, ADAPTERS, fetch_files
+from cotrain.models.hub import ADAPTED, ADAPTERS, build_hub_options, fetch_files
 from cotrain.models.model import get_model_class, get_objective, set_special_tokens, supports_bf16, try_model
 from cotrain.models.objectives import OBJECTIVES
+from cotrain.models.weights import weight_files
+from cotrain.options import Adopted, ModelOptions
 
 SAMPLED = 1024  # elements at the beginning of each tensor that the digest covers
 
 
-def load_pretrained(config: PretrainedConfig, args: ModelArguments) -> PreTrainedModel:
+def load_pretrained(config: PretrainedConfig, args: ModelOptions, adopted: Adopted) -> PreTrainedModel:
     """Build a model from pretrained weights. Layers without are initialized.
 
     With --lora_rank it has the precision of the weights, and on a CPU their pages of the file. Otherwise it is in
@@ -39,8 +40,8 @@ def load_pretrained(config: PretrainedConfig, args: ModelArguments) -> PreTraine
     if is_inline(name) or Path(name).is_file():
         remedy = "pass a folder that also contains the weights"
         raise UserError(f"--from_pretrained: '{name:.200}' is a configuration; {remedy}")
-    is_foreign = "model_name_or_path" in args.adopted
-    folder = Path(name) if Path(name).is_dir() else fetch_files(name, is_foreign, True, **args.hub_options)
+    is_foreign, hub_options = "model_name_or_path" in adopted.names, build_hub_options(args, adopted)
+    folder = Path(name) if Path(name).is_dir() else fetch_files(name, is_foreign, True, **hub_options)
     if (folder / ADAPTERS).is_file():  # peft would follow the name of their base
         raise UserError(ADAPTED.format(name))
     options = {"dtype": "auto"} | (_quantize() if args.load_in_4bit else {})
@@ -49,7 +50,7 @@ def load_pretrained(config: PretrainedConfig, args: ModelArguments) -> PreTraine
         if is_foreign or args.lora_rank is not None or (folder / weight_files(folder)[0]).is_file():
             model, info = open_weights(model_class, config, folder, **options)
         else:  # files of torch, which the user has chosen
-            options |= args.hub_options
+            options |= hub_options
             model, info = model_class.from_pretrained(name, config=config, output_loading_info=True, **options)
     except Exception as error:
         raise UserError(f"--from_pretrained: no weights that fit at '{name}' ({first_line(error)})") from None
@@ -108,14 +109,14 @@ def _quantize() -> dict[str, object]:
     return {"quantization_config": config, "device_map": {"": 0}}
 
 
-def digest_weights(args: ModelArguments) -> str:
+def digest_weights(args: ModelOptions, adopted: Adopted) -> str:
     """Return digits that tell other pretrained weights: of names, types, shapes and first elements of all tensors.
 
     Other files with the same tensors have the same digits. An 8-billion base takes seconds, since little is read.
 
     :raises UserError: if there are none in safetensors
     """
-    name, options = args.model_name_or_path, args.hub_options
+    name, options = args.model_name_or_path, build_hub_options(args, adopted)
     config = Path(name, "config.json") if Path(name).is_dir() else Path(cached_file(name, "config.json", **options))
     tensors = {}
     for path in filter(Path.is_file, map(config.with_name, weight_files(config.parent))):  # other precisions beside

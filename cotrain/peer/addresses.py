@@ -10,9 +10,9 @@ from hivemind.utils import get_logger
 from hivemind.utils.logging import TextStyle
 from hivemind.utils.multiaddr import Multiaddr
 
-from cotrain.arguments import BaseTrainingArguments
 from cotrain.common.errors import TemporaryError, first_line
 from cotrain.common.flags import check_maddr
+from cotrain.options import PeerOptions
 
 logger = get_logger(__name__)
 
@@ -24,7 +24,7 @@ def fix_tcp_port(host_maddrs: Sequence[str]) -> tuple[list[str], int]:
     return [maddr.replace("/tcp/0", f"/tcp/{port}") for maddr in host_maddrs], port
 
 
-def announce_public_ip(args: BaseTrainingArguments, service: str) -> None:
+def announce_public_ip(args: PeerOptions, service: str) -> None:
     """Announce this machine's public IP address, which a web service returns, with the port of the peer.
 
     :raises TemporaryError: if the service returns no address within 10 seconds

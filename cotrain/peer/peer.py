@@ -13,10 +13,10 @@ from hivemind.utils import get_logger
 
 from cotrain.admission.admission import Admission, InvitedDHT, explain_refusal
 from cotrain.admission.invitations import load_identity, load_invitation
-from cotrain.arguments import BaseTrainingArguments
 from cotrain.common.atomic_files import lock_folder, remove_leftovers
 from cotrain.common.errors import TemporaryError, UserError
 from cotrain.common.signals import StopSignal
+from cotrain.options import PeerOptions
 from cotrain.peer.addresses import peer_id_in
 from peerstep.errors import SwarmError
 from peerstep.node import SafeDHT
@@ -31,7 +31,7 @@ WORD_SECONDS = 10.0  # between two lines about peers that do not answer
 
 @contextlib.contextmanager
 def open_peer(
-    args: BaseTrainingArguments,
+    args: PeerOptions,
     schemas: Sequence[SchemaValidator],
     output_dir: Path,
     client_mode: bool,
@@ -55,7 +55,7 @@ def open_peer(
 
 
 def start_peer(
-    args: BaseTrainingArguments,
+    args: PeerOptions,
     schemas: Sequence[SchemaValidator],
     identity_path: Path,
     client_mode: bool,
@@ -112,13 +112,13 @@ def start_peer(
                 raise SystemExit(0) from None
 
 
-def find_own_id(args: BaseTrainingArguments, output_dir: Path) -> PeerID | None:
+def find_own_id(args: PeerOptions, output_dir: Path) -> PeerID | None:
     """Return the ID of the peer that runs with these arguments; None before its first start."""
     path = Path(args.identity_path or output_dir / ("invited.key" if args.invitation else "identity.key"))
     return peer_id_of(load_identity(path).get_public_key()) if path.exists() else None
 
 
-def _explain(error: SwarmError, args: BaseTrainingArguments) -> UserError:
+def _explain(error: SwarmError, args: PeerOptions) -> UserError:
     """Return the error of a failed start with the flags of the scripts."""
     reasons = [
         explain_refusal(error.answers.get(peer_id_in(maddr).to_base58(), ""), bool(args.invitation))

@@ -22,7 +22,6 @@ from hivemind.p2p import PeerID
 from hivemind.utils import get_logger
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 
-from cotrain.arguments import TRAINER_ARGUMENTS, BaseTrainingArguments, CollaborationArguments
 from cotrain.common.argument_parser import CommandLine
 from cotrain.common.errors import TemporaryError, UserError, require_packages
 from cotrain.common.flags import MAX_FLAG, check_maddr, find_settings, has_secret
@@ -31,8 +30,10 @@ from cotrain.common.logs import setup_logging
 from cotrain.common.signals import StopSignal, ignore_launcher
 from cotrain.dht.run_records import record_schemas
 from cotrain.models.config import is_inline, is_published_name, to_published_model
+from cotrain.options import NOTHING, Adopted, PeerOptions, TrainerOptions
 from cotrain.peer.addresses import peer_id_in
 from cotrain.peer.peer import find_own_id, start_peer
+from cotrain.settings import SETTINGS as SETTINGS_CLASSES
 from peerstep.clock import run_time
 from peerstep.processes import guard_children
 from peerstep.progress_record import PROTOCOL
@@ -46,8 +47,8 @@ KEPT_FILE = "run_config.json"  # in the output folder: the signed settings that 
 MAX_SETTINGS_LENGTH = 2200  # of the signed text; with keys and signatures, a record has 3.4 KB, see RunValidator
 MAX_CLOCK_LEAD = 3600.0  # seconds by which the time of a signature may be ahead of the run's clock
 TASK = "task_sha256"  # setting of a run with a --task: it names the version of the file, which no peer sends
-SETTINGS = find_settings(TRAINER_ARGUMENTS) | {TASK}
-OPTIONAL_SETTINGS = find_settings(TRAINER_ARGUMENTS, optional_only=True)
+SETTINGS = find_settings(SETTINGS_CLASSES) | {TASK}
+OPTIONAL_SETTINGS = find_settings(SETTINGS_CLASSES, optional_only=True)
 COMMON_SETTINGS = SETTINGS - OPTIONAL_SETTINGS
 
 Setting = str | int | float | bool | None
@@ -112,10 +113,9 @@ class RunConfig:
         write_json(path, {"from": self.publisher.to_base58(), "record": msgpack.packb(self.record).hex()})
 
     @classmethod
-    def load(cls, arguments: Iterable[object]) -> tuple[Path, "RunConfig | None"]:
-        """Return the file of `keep` in a script's output folder, and the settings in it."""
-        (path,) = [Path(args.output_dir, KEPT_FILE) for args in arguments if hasattr(args, "output_dir")]
-        return path, JsonFile(path).load(
+    def load(cls, path: Path) -> "RunConfig | None":
+        """Return the settings in a file of `keep`."""
+        return JsonFile(path).load(
             lambda kept: cls.parse(msgpack.unpackb(bytes.fromhex(kept["record"])), PeerID.from_base58(kept["from"]))
         )
 
@@ -172,33 +172,48 @@ def choose(
     return replace(max(of_run, key=lambda config: config.signed_at), publisher=best.publisher)
 
 
-def adopt_run_config(command_line: CommandLine, stop: StopSignal) -> tuple:
-    """Return the arguments of a trainer or an evaluator, see `find_run_config`."""
-    return find_run_config(command_line, stop)[0]
+@dataclass(frozen=True)
+class Entry:
+    """How a script enters a run.
+
+    :ivar arguments: those of the script, with the settings of the run
+    :ivar adopted: which of these the run has chosen
+    :ivar config: the settings of the run; None if there are none, or this peer states them
+    :ivar is_organiser: whether this peer signs its settings
+    :ivar is_alone: whether no initial peer answers
+    """
+
+    arguments: tuple
+    adopted: Adopted = NOTHING
+    config: RunConfig | None = None
+    is_organiser: bool = False
+    is_alone: bool = False
+
+    def to_options(self) -> TrainerOptions:
+        """Return the arguments of a trainer's script."""
+        return TrainerOptions._make((*self.arguments, self.adopted))
 
 
-def find_run_config(
-    command_line: CommandLine, stop: StopSignal, is_monitor: bool = False
-) -> tuple[tuple, RunConfig | None, bool, bool]:
-    """Return the arguments of a script, with the settings of the run that --initial_peers lead to, if there are any.
+def find_run_config(command_line: CommandLine, stop: StopSignal, is_monitor: bool = False) -> Entry:
+    """Find the settings of the run that --initial_peers lead to, if there are any.
 
     The settings are kept in the output folder: after a restart, other peers than the initial ones may relay them. The
     call also prepares the process of the script: its log, its environment and its children.
 
     :param is_monitor: start even if no initial peer answers, and state settings if this is the organiser
-    :returns: the arguments, the settings in them, whether this peer signs its own, and whether no initial peer answers
     :raises UserError: if a flag differs from the settings, these are not safe, or a package is not installed
     :raises TemporaryError: if there are none, and the command line does not state the run either
     """
     ignore_launcher()
     guard_children()
     require_packages(command_line.arguments)
-    (peer_args,) = [args for args in command_line.arguments if isinstance(args, BaseTrainingArguments)]
+    (peer_args,) = [args for args in command_line.arguments if isinstance(args, PeerOptions)]
     setup_logging(peer_args.debug)
     if not peer_args.initial_peers:
-        return command_line.arguments, None, True, False
+        return Entry(command_line.arguments, is_organiser=True)
     stated, run_id = command_line.stated, command_line.values.get("run_id")
-    path, kept = RunConfig.load(command_line.arguments)
+    path = _find_kept_file(command_line.arguments)
+    kept = RunConfig.load(path)
     if kept is not None and run_id not in (None, kept.settings["run_id"]):
         kept = None  # the folder was that of another run
     organiser = None if kept is None else kept.organiser
@@ -225,18 +240,24 @@ def find_run_config(
     is_organiser = is_monitor and config is not None and config.organiser == find_own_id(peer_args, path.parent)
     if config is None or (is_organiser and stated & COMMON_SETTINGS):
         is_organiser |= fault is not None or "run_config" in stated
-        return command_line.arguments, None, is_organiser, fault is not None
-    arguments = _take(config, command_line, peer_args.initial_peers)
+        return Entry(command_line.arguments, is_organiser=is_organiser, is_alone=fault is not None)
+    arguments, adopted = _take(config, command_line, peer_args.initial_peers)
     config.keep(path)
     if kept is not None and organiser != config.organiser and kept.settings["run_id"] == config.settings["run_id"]:
         logger.warning(f"The organiser has changed: it was {organiser}, and is {config.organiser} now")
     vouched = "" if config.organiser in (config.publisher, organiser) else f", vouched for by {config.publisher}"
     logger.info(f"Joining run {config.settings['run_id']} of organiser {config.organiser}{vouched}")
-    return arguments, config, False, fault is not None
+    return Entry(arguments, adopted, config, is_alone=fault is not None)
 
 
-def _take(config: RunConfig, command_line: CommandLine, initial_peers: Iterable[str]) -> tuple:
-    """Return the arguments of a command line with the settings of a run."""
+def _find_kept_file(arguments: Iterable[object]) -> Path:
+    """Return the file of `RunConfig.keep` in a script's output folder."""
+    (path,) = [Path(args.output_dir, KEPT_FILE) for args in arguments if hasattr(args, "output_dir")]
+    return path
+
+
+def _take(config: RunConfig, command_line: CommandLine, initial_peers: Iterable[str]) -> tuple[tuple, Adopted]:
+    """Return the arguments of a command line with the settings of a run, and which of these it lacked."""
     if config.protocol != PROTOCOL:
         raise UserError(
             f"the run has protocol {config.protocol}, this checkout {PROTOCOL}: use the organiser's version"
@@ -251,9 +272,7 @@ def _take(config: RunConfig, command_line: CommandLine, initial_peers: Iterable[
     refuse_differences(config, arguments)
     maddrs = [check_maddr("--initial_peers", maddr) for maddr in initial_peers]
     near = [ipaddress.ip_address(maddr[name]) for maddr in maddrs for name in ("ip4", "ip6") if name in maddr]
-    for args in arguments:
-        args.adopted, args.near = frozenset(adopted), near
-    return arguments
+    return arguments, Adopted(frozenset(adopted), tuple(near))
 
 
 def _has_no_model(arguments: Iterable[object]) -> bool:
@@ -261,9 +280,7 @@ def _has_no_model(arguments: Iterable[object]) -> bool:
     return not all(getattr(args, "store_checkpoints", True) for args in arguments)
 
 
-def _visit(
-    args: BaseTrainingArguments, organiser: PeerID | None, run_id: str | None, stop: StopSignal
-) -> RunConfig | None:
+def _visit(args: PeerOptions, organiser: PeerID | None, run_id: str | None, stop: StopSignal) -> RunConfig | None:
     """Join the run for a moment, with a new identity, and return its configuration."""
     with tempfile.TemporaryDirectory() as folder, stop.deferred():
         visitor = replace(
@@ -314,17 +331,17 @@ class RunConfigRelay:
     _stored: tuple[RunConfig | None, float] = (None, 0.0)  # what was published last, and when it is due again
 
     @classmethod
-    def of_run(cls, peer: Swarm, arguments: Iterable[object], args: CollaborationArguments) -> "RunConfigRelay":
+    def of_run(cls, peer: Swarm, args: TrainerOptions) -> "RunConfigRelay":
         """Return the relay of a trainer that has joined a run, or begins one and is its organiser."""
-        relay = cls(peer, None, args.statistics_expiration)
-        if not args.initial_peers:
-            stated = {name: getattr(part, name) for part in arguments for name in SETTINGS if hasattr(part, name)}
+        relay = cls(peer, None, args.collaboration.statistics_expiration)
+        if not args.collaboration.initial_peers:
+            stated = {name: getattr(part, name) for part in args for name in SETTINGS if hasattr(part, name)}
             try:
                 relay.config = RunConfig.sign(stated, peer.private_key)
             except UserError as error:
                 logger.warning(f"Newcomers need the flags of this trainer, which publishes no settings: {error}")
             return relay
-        _, relay.config = RunConfig.load(arguments)
+        relay.config = RunConfig.load(_find_kept_file(args))
         return relay
 
     def publish(self) -> None:

@@ -19,9 +19,9 @@ from pathlib import Path
 import psutil
 from hivemind.utils import get_logger
 
-from cotrain.arguments import BaseTrainingArguments
 from cotrain.common.errors import INSTALL, TemporaryError, UserError
 from cotrain.common.flags import endpoint_to_maddrs
+from cotrain.options import PeerOptions
 from cotrain.peer.addresses import fix_tcp_port
 
 logger = get_logger(__name__)
@@ -32,7 +32,7 @@ NGROK_TIMEOUT = 30.0  # seconds for opening a tunnel; the SDK itself sets no lim
 
 
 @contextlib.contextmanager
-def open_tunnel(args: BaseTrainingArguments) -> Iterator[None]:
+def open_tunnel(args: PeerOptions) -> Iterator[None]:
     """Keep the tunnel open that the flags ask for. Fixes the port in `args.host_maddrs`, and announces the tunnel."""
     if args.tunnel == "none" and args.announce_tunnel is None:
         yield

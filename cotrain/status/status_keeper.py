@@ -7,8 +7,8 @@ from pathlib import Path
 
 from hivemind.utils import get_logger
 
-from cotrain.arguments import CollaborationArguments
 from cotrain.dht.metrics_schema import MAX_COUNT
+from cotrain.options import CollaborationOptions
 from cotrain.status.loss_meter import LossMeter
 from cotrain.status.status import TrainerStatus, describe_progress, write_status
 from cotrain.status.traffic import TrafficMeter
@@ -38,7 +38,7 @@ class StatusKeeper(PeriodicThread):
         self,
         folder: Path,
         optimizer: CollaborativeOptimizer,
-        args: CollaborationArguments,
+        args: CollaborationOptions,
         name: str,
         loss_meter: LossMeter,
         should_stop: Callable[[], bool] = bool,

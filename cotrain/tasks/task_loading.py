@@ -8,19 +8,19 @@ from pathlib import Path
 import torch
 from torch.utils.data import Dataset
 
-from cotrain.arguments import ModelArguments
 from cotrain.common.errors import UserError
 from cotrain.models.model import seeded_by, to_float
+from cotrain.options import Adopted, ModelOptions
 from cotrain.task import Task
 from cotrain.tasks.text import build_text_task
 
 
-def load_task(args: ModelArguments, **options: bool) -> Task:
+def load_task(args: ModelOptions, adopted: Adopted, **options: bool) -> Task:
     """Load the task of --task, or build that of --model_name_or_path; see `build_text_task` for the parameters.
 
     :raises UserError: if something is missing or does not fit
     """
-    return build_text_task(args, **options) if args.task is None else read_task(Path(args.task))
+    return build_text_task(args, adopted, **options) if args.task is None else read_task(Path(args.task))
 
 
 def read_task(path: Path) -> Task:

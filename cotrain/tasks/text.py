@@ -11,7 +11,6 @@ from torch.utils.data import Dataset
 from transformers import DataCollatorForLanguageModeling, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import ModelOutput
 
-from cotrain.arguments import ModelArguments
 from cotrain.common.errors import UserError
 from cotrain.data.download import fetch_data
 from cotrain.data.loading import load_manifest, load_split
@@ -21,6 +20,7 @@ from cotrain.data.tokenizers import load_tokenizer
 from cotrain.models.model import build_without_weights, get_objective, initialize_model, load_config, max_tokens
 from cotrain.models.objectives import OBJECTIVES
 from cotrain.models.pretrained import load_pretrained, set_generation
+from cotrain.options import Adopted, ModelOptions
 from cotrain.task import Metric, Task
 
 Batch = dict[str, torch.Tensor]
@@ -28,37 +28,41 @@ ROW_BYTES = 2**26  # of logits in float32, whose loss the evaluator computes at 
 MAX_LOGIT_BYTES = 10**9  # of logits in float32, of a batch of the evaluator
 
 
-def build_text_task(args: ModelArguments, has_weights: bool = False, disable_tqdm: bool = False) -> "TextTask":
+def build_text_task(
+    args: ModelOptions, adopted: Adopted, has_weights: bool = False, disable_tqdm: bool = False
+) -> "TextTask":
     """Build the task of --model_name_or_path, after downloading its data if it is missing.
 
     :param has_weights: begin with the weights of --from_pretrained; other peers than trainers download the state
     :raises UserError: if something is missing or does not fit
     """
-    fetch_data(args, disable_tqdm)
+    fetch_data(args, adopted, disable_tqdm)
     tokenizer = load_tokenizer(args.tokenizer_path)
-    return TextTask(args, tokenizer, load_config(args, tokenizer), has_weights and args.from_pretrained)
+    config = load_config(args, adopted, tokenizer)
+    return TextTask(args, adopted, tokenizer, config, has_weights and args.from_pretrained)
 
 
 class TextTask(Task):
     """A language model, and text that is prepared for the objective of the model, see cotrain/models/objectives.py."""
 
     def __init__(
-        self, args: ModelArguments, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig,
+        self, args: ModelOptions, adopted: Adopted, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig,
         has_weights: bool = False,
     ):  # fmt: skip
-        self.args, self.tokenizer, self.config = args, tokenizer, config
+        self.args, self.adopted, self.tokenizer, self.config = args, adopted, tokenizer, config
         self.has_weights, self.objective = has_weights, OBJECTIVES[get_objective(config, tokenizer)]
         self.is_packed = False  # whether a row of a batch has several conversations
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token  # any token works: padding is neither attended to nor predicted
 
     def build_model(self) -> PreTrainedModel:
+        load = partial(load_pretrained, args=self.args, adopted=self.adopted)
         if self.args.lora_rank is None:
-            model = load_pretrained(self.config, self.args) if self.has_weights else initialize_model(self.config)
+            model = load(self.config) if self.has_weights else initialize_model(self.config)
         else:
             from cotrain.models.adapters import add_adapters  # seconds, for peft
 
-            build = partial(load_pretrained, args=self.args) if self.has_weights else build_without_weights
+            build = load if self.has_weights else build_without_weights
             model = add_adapters(build(self.config), self.args, self.tokenizer)
         self.is_packed = self.objective.has_answers and keeps_apart(model)
         return model
@@ -74,7 +78,7 @@ class TextTask(Task):
                 f"or make other data with ./tokenize_wikitext103.py --max_seq_length {length}"
             )
         if split == "train" and manifest.shards:
-            return ShardedSamples(self.args, manifest)
+            return ShardedSamples(self.args, self.adopted, manifest)
         return load_split(self.args.dataset_path, split)
 
     def collate(self, samples: list[dict]) -> Batch:

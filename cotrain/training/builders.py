@@ -17,9 +17,10 @@ from torch_optimizer import Lamb
 from transformers import get_linear_schedule_with_warmup
 from transformers.pytorch_utils import Conv1D
 
-from cotrain.arguments import HyperparameterArguments, TrainerArguments, check_compression
 from cotrain.common.errors import UserError
 from cotrain.models.pretrained import digest_weights
+from cotrain.options import TrainerOptions
+from cotrain.settings import Hyperparameters, check_compression
 from cotrain.training.lamb import ForeachLamb
 from peerstep.local_updates import LocalUpdates, step_builders
 from peerstep.optimizer import CollaborativeOptimizer
@@ -71,7 +72,7 @@ def build_param_groups(model: torch.nn.Module, weight_decay: float, optimizer: s
     return [{**group, "is_hidden": group is matrices} for group in (matrices, *groups)]
 
 
-def build_local_optimizer(param_groups: list[dict], args: HyperparameterArguments) -> torch.optim.Optimizer:
+def build_local_optimizer(param_groups: list[dict], args: Hyperparameters) -> torch.optim.Optimizer:
     """Build the local optimizer.
 
     LAMB follows its paper (You et al., 2019, https://arxiv.org/abs/1904.00962), without bias correction.
@@ -92,7 +93,7 @@ def build_local_optimizer(param_groups: list[dict], args: HyperparameterArgument
     )
 
 
-def build_scheduler(optimizer: torch.optim.Optimizer, args: HyperparameterArguments):
+def build_scheduler(optimizer: torch.optim.Optimizer, args: Hyperparameters):
     """Build the learning-rate schedule: linear warm-up and linear decay over global steps.
 
     Its value at `step` is the factor for the update of step `step + 1`. transformers' schedule has 0 at both of its
@@ -107,7 +108,7 @@ def build_scheduler(optimizer: torch.optim.Optimizer, args: HyperparameterArgume
     return LambdaLR(optimizer, lambda step: max(factor(min(step, last)), factor(min(step, last) + 1)))
 
 
-def _step_options(args: HyperparameterArguments) -> dict:
+def _step_options(args: Hyperparameters) -> dict:
     """Return what the global steps are made of: the same at all peers of a run."""
     local_updates = None
     if args.local_updates:
@@ -120,7 +121,7 @@ def _step_options(args: HyperparameterArguments) -> dict:
 
 
 def build_optimizer(
-    model: torch.nn.Module, peer: Swarm, batch_size_per_step: int, args: TrainerArguments
+    model: torch.nn.Module, peer: Swarm, batch_size_per_step: int, args: TrainerOptions
 ) -> CollaborativeOptimizer:
     """Build the collaborative optimizer around the local one and its schedule. Call this in the main thread.
 
@@ -157,7 +158,9 @@ def build_optimizer(
         folder=Path(training_args.output_dir),
     )
     if hasattr(model, "peft_config") and args.dataset.lora_rank is not None and args.dataset.task is None:
-        optimizer.tracker.schema += digest_weights(args.dataset)  # trainers with another schema are ignored
+        optimizer.tracker.schema += digest_weights(
+            args.dataset, args.adopted
+        )  # trainers with another schema are ignored
     return optimizer
 
 
@@ -166,7 +169,7 @@ def open_observer(
     model: torch.nn.Module,
     peer: Swarm,
     run_id: str,
-    args: HyperparameterArguments,
+    args: Hyperparameters,
     download_timeout: float,
     folder: Path | None = None,
 ) -> Iterator[TrainingStateAverager]:

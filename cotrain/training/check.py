@@ -23,7 +23,6 @@ from hivemind.p2p import PeerID
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
-from cotrain.arguments import CollaborationArguments, LocalTrainingArguments, TrainerArguments
 from cotrain.common.argument_parser import CommandLine
 from cotrain.common.atomic_files import lock_folder
 from cotrain.common.diagnosis import diagnose
@@ -32,9 +31,10 @@ from cotrain.common.signals import StopSignal
 from cotrain.data.sampler import PeerSampler
 from cotrain.dht.run_records import record_schemas
 from cotrain.models.model import find_device
+from cotrain.options import NOTHING, CollaborationOptions, LocalOptions, TrainerOptions
 from cotrain.peer.addresses import peer_id_in
 from cotrain.peer.peer import open_peer
-from cotrain.peer.run_config import adopt_run_config
+from cotrain.peer.run_config import find_run_config
 from cotrain.peer.tunnel import open_tunnel
 from cotrain.training.builders import open_observer
 from cotrain.training.hf_trainer import autocast_dtype, choose_devices
@@ -101,14 +101,14 @@ def check_trainer(command_line: CommandLine, stop: StopSignal) -> int:
 
 def check_all(command_line: CommandLine, stop: StopSignal) -> Iterator[Finding]:
     """Yield each finding as soon as it is there."""
-    args = TrainerArguments(*command_line.arguments)
+    args = TrainerOptions._make((*command_line.arguments, NOTHING))
     initial_peers = args.collaboration.initial_peers
     yield check_versions(REQUIREMENTS.read_text(encoding="utf-8"))
     yield check_open_files(raise_file_limit())
     yield attempt("folders", partial(check_folders, Path(args.training.output_dir)))
     yield from map(check_address, filter(find_tcp_endpoint, initial_peers))
     try:
-        args = TrainerArguments(*adopt_run_config(command_line, stop))
+        args = find_run_config(command_line, stop).to_options()
         peer_args = args.collaboration
         with open_tunnel(peer_args):  # a wrong token is found before anything is downloaded
             device = find_device(args.training.use_cpu)
@@ -232,9 +232,7 @@ class Deadline(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def measure_device(
-    work: Workload, args: LocalTrainingArguments, size: int, stop: StopSignal, sampler: PeerSampler
-) -> str:
+def measure_device(work: Workload, args: LocalOptions, size: int, stop: StopSignal, sampler: PeerSampler) -> str:
     """Compute one micro-batch, then if it has the size of training some seconds of others, and return the speed.
 
     :raises UserError: if one takes too long; SystemExit after a signal
@@ -297,7 +295,7 @@ async def _ping(_dht: DHT, node: DHTNode, peer_id: PeerID) -> str | None:
     return None if found is not None else "it is no peer of this run: ask for the current address or an --invitation"
 
 
-def measure_download(model: torch.nn.Module, peer: Swarm, args: TrainerArguments) -> str:
+def measure_download(model: torch.nn.Module, peer: Swarm, args: TrainerOptions) -> str:
     """Download the state of the trainers, and return the speed."""
     timeout = args.collaboration.load_state_timeout
     with open_observer(model, peer, args.collaboration.run_id, args.training, timeout) as averager:
@@ -311,7 +309,7 @@ def measure_download(model: torch.nn.Module, peer: Swarm, args: TrainerArguments
     return f"step #{metadata['epoch']}, {received / 1e6:,.1f} MB in {seconds:.1f} s ({speed})"
 
 
-def check_rounds(dht: DHT, num_parameters: int, args: CollaborationArguments) -> Finding:
+def check_rounds(dht: DHT, num_parameters: int, args: CollaborationOptions) -> Finding:
     """Tell how long a round takes with an upload of --bandwidth, or of some links."""
     bits = BITS[args.gradient_compression] + BITS[args.state_compression]
     others = read_progress(get_records(dht, f"{args.run_id}_training_progress"))
@@ -331,7 +329,7 @@ def check_rounds(dht: DHT, num_parameters: int, args: CollaborationArguments) ->
     return Finding("rounds", f"{text}, and --averaging_timeout is {args.averaging_timeout:.0f} s", advice)
 
 
-def hourly_gigabytes(elements: int, peers: int, args: CollaborationArguments, steps_per_second: float) -> float:
+def hourly_gigabytes(elements: int, peers: int, args: CollaborationOptions, steps_per_second: float) -> float:
     """Return what a peer's rounds send and receive in an hour, see `round_seconds`; downloads of others come to it."""
     bits = BITS[args.gradient_compression] + BITS[args.state_compression] / args.average_state_every
     return 3600 * steps_per_second * 2 * 2 * (peers - 1) / peers * elements * bits / 8e9

@@ -9,10 +9,10 @@ from hivemind.utils import get_logger
 from torch.optim.lr_scheduler import MultiplicativeLR
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
-from cotrain.arguments import LocalTrainingArguments
 from cotrain.common.errors import UserError
 from cotrain.data.sampler import PeerSampler
 from cotrain.models.model import derive_seed, find_device, supports_bf16
+from cotrain.options import LocalOptions
 from cotrain.status.loss_meter import LossMeter
 from cotrain.task import Task
 from cotrain.training.device_errors import MicroBatches, split
@@ -120,7 +120,7 @@ class CollaborativeTrainer(Trainer):
         return grad_norm
 
 
-def choose_devices(args: LocalTrainingArguments, has_adapters: bool = False) -> tuple[torch.device, int]:
+def choose_devices(args: LocalOptions, has_adapters: bool = False) -> tuple[torch.device, int]:
     """Return the device to compute on, and the number of devices: with CUDA the first GPUs that are like GPU 0.
 
     A display card beside a GPU would end the trainer or slow it down. With adapters it is one: DataParallel would copy
@@ -145,7 +145,7 @@ def choose_devices(args: LocalTrainingArguments, has_adapters: bool = False) -> 
     return device, number
 
 
-def autocast_dtype(args: LocalTrainingArguments, device: torch.device | None = None) -> torch.dtype | None:
+def autocast_dtype(args: LocalOptions, device: torch.device | None = None) -> torch.dtype | None:
     """Return the dtype of mixed precision: the requested one, or on a GPU bf16 if supported and fp16 if not; or None.
 
     :param device: of the model; default: the first accelerator
@@ -164,7 +164,7 @@ def autocast_dtype(args: LocalTrainingArguments, device: torch.device | None = N
     return torch.bfloat16 if args.bf16 or (has_bf16 and not args.fp16) else torch.float16
 
 
-def build_training_arguments(args: LocalTrainingArguments, peer_id: str) -> TrainingArguments:
+def build_training_arguments(args: LocalOptions, peer_id: str) -> TrainingArguments:
     """Build transformers' arguments, without schedule, optimizer and clipping: they belong to the global step."""
     device, _ = choose_devices(args)
     dtype = autocast_dtype(args)

@@ -10,8 +10,8 @@ from accelerate.utils import send_to_device
 from hivemind.utils import get_logger
 from torch.utils.data import DataLoader, Dataset
 
-from cotrain.arguments import LocalTrainingArguments
 from cotrain.models.model import derive_seed
+from cotrain.options import LocalOptions
 from cotrain.training.device_errors import MicroBatches
 from cotrain.training.hf_trainer import autocast_dtype
 from cotrain.training.session import TrainingSession
@@ -30,7 +30,7 @@ class TrainingLoop:
     :ivar is_running: False after the last step of the run, or after Ctrl-C
     """
 
-    def __init__(self, session: TrainingSession, args: LocalTrainingArguments, device: torch.device):
+    def __init__(self, session: TrainingSession, args: LocalOptions, device: torch.device):
         self.session, self.model, self.args, self.device = session, session.model, args, device
         self.is_running, self._num_losses, self._dtype = True, 0, autocast_dtype(args, device)
         self._weights: list[float | torch.Tensor] = []  # of the micro-batches of this local step, or their parts
@@ -133,7 +133,7 @@ class TrainingLoop:
 
 
 @contextlib.contextmanager
-def open_loop(session: TrainingSession, args: LocalTrainingArguments, device: torch.device) -> Iterator[TrainingLoop]:
+def open_loop(session: TrainingSession, args: LocalOptions, device: torch.device) -> Iterator[TrainingLoop]:
     """Resume from a checkpoint and join the other peers; after the block, save a checkpoint and leave."""
     loop = TrainingLoop(session, args, device)
     session.join()  # downloads the state of peers that are at a later step

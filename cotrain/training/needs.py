@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from hivemind.utils import get_logger
 
-from cotrain.arguments import DEFAULT_BATCH_SIZE, TrainerArguments
 from cotrain.common.batch_size import fit_batch_size
 from cotrain.data.manifest import Manifest
 from cotrain.models.memory import base_bytes, micro_batch_bytes
 from cotrain.models.model import build_without_weights, enable_gradient_checkpointing
+from cotrain.options import DEFAULT_BATCH_SIZE, TrainerOptions
 from cotrain.tasks.task_loading import load_task
 from cotrain.training.hf_trainer import autocast_dtype
 
@@ -48,10 +48,10 @@ class Needs:
         return self.frozen + max(alone * 4.0 * self.trained, beside * 4.0 * self.trained + self.micro_batch)
 
 
-def plan(args: TrainerArguments, batch_size: int | None = None) -> Needs:
+def plan(args: TrainerOptions, batch_size: int | None = None) -> Needs:
     """Compute what a language model needs, before its weights are downloaded."""
     training = args.training
-    task: Any = load_task(args.dataset)
+    task: Any = load_task(args.dataset, args.adopted)
     batch_size = batch_size or training.per_device_train_batch_size or DEFAULT_BATCH_SIZE
     is_adapted = args.dataset.lora_rank is not None
     model: Any = (task.build_model() if is_adapted else build_without_weights(task.config)).train()
@@ -69,7 +69,7 @@ def plan(args: TrainerArguments, batch_size: int | None = None) -> Needs:
     return Needs(trained, max(peak or 0.0, 4.0 * trained), training.local_updates, frozen, text)
 
 
-def set_batch_size(args: TrainerArguments, device: torch.device) -> None:
+def set_batch_size(args: TrainerOptions, device: torch.device) -> None:
     """Choose the micro-batch by the memory of the GPU, unless a flag has; on a CPU DEFAULT_BATCH_SIZE."""
     if args.training.per_device_train_batch_size is not None:
         return

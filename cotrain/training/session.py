@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from hivemind.utils import MPFuture, get_logger
 
-from cotrain.arguments import TrainerArguments, parse_size
 from cotrain.common.errors import TemporaryError, UserError, first_line
+from cotrain.common.flags import parse_size
 from cotrain.common.json_file import JsonLinesFile
 from cotrain.common.names import label, short
 from cotrain.common.run_folder import claim_folder
@@ -22,6 +22,7 @@ from cotrain.data.sampler import PeerSampler
 from cotrain.dht.metrics_schema import history_length
 from cotrain.dht.run_records import LocalMetrics, TrainerRecord
 from cotrain.models.model import supports_bf16
+from cotrain.options import TrainerOptions
 from cotrain.peer.addresses import log_visible_maddrs, peer_id_in
 from cotrain.peer.run_config import RunConfigRelay
 from cotrain.status.client_mode import ClientModeAlarm
@@ -60,7 +61,7 @@ class TrainingSession:
     optimizer: CollaborativeOptimizer
     task: Task
     model: torch.nn.Module
-    arguments: TrainerArguments
+    arguments: TrainerOptions
     should_stop: Callable[[], bool]  # whether training is to end; called after each local step
     watchdog: Watchdog = field(default_factory=lambda: Watchdog({}))  # learns of each local step
     relay: RunConfigRelay | None = None  # publishes the settings of the run
@@ -391,12 +392,12 @@ class TrainingSession:
 
 @contextlib.contextmanager
 def open_session(
-    peer: Swarm, optimizer: CollaborativeOptimizer, task: Task, model: torch.nn.Module, args: TrainerArguments,
+    peer: Swarm, optimizer: CollaborativeOptimizer, task: Task, model: torch.nn.Module, args: TrainerOptions,
     stop: StopSignal,
 ) -> Iterator[TrainingSession]:  # fmt: skip
     """Open a trainer's session. The process ends if a child process dies or if no local step is completed for long."""
     claim_folder(Path(args.training.output_dir), args.collaboration.run_id)
-    relay = RunConfigRelay.of_run(peer, args, args.collaboration)
+    relay = RunConfigRelay.of_run(peer, args)
     relay.publish()  # before anybody knows the address
     if not args.collaboration.client_mode:
         log_visible_maddrs(peer.dht.get_visible_maddrs(), only_p2p=args.collaboration.use_ipfs)

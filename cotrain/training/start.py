@@ -3,29 +3,34 @@
 import contextlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from cotrain.arguments import TRAINER_ARGUMENTS, TrainerArguments
 from cotrain.common.errors import TemporaryError, UserError, require_packages
 from cotrain.common.signals import StopSignal
+from cotrain.options import NOTHING, TrainerOptions
 from cotrain.status.status import describe_last_step, recorded_start, show_status
 
 LAST_STEP_SECONDS = 20.0  # for which a stopped trainer waits for a monitor to save a step that nobody else has
 STOP_GRACE = 12.0 + LAST_STEP_SECONDS  # seconds from a signal to the end
 
 
-def start_trainer(train: Callable[[TrainerArguments, StopSignal], None], description: str | None) -> None:
-    """Parse the command line, and train with the settings of the run, or do what --status or --check asks for."""
+def start_trainer(
+    train: Callable[[TrainerOptions, StopSignal], None], dataclass_types: Sequence[type], description: str | None
+) -> None:
+    """Parse the command line, and train with the settings of the run, or do what --status or --check asks for.
+
+    :param dataclass_types: of the flags: those of `TrainerOptions`, in its order
+    """
     with StopSignal(STOP_GRACE) as stop:
         from cotrain.common.argument_parser import ArgumentParser
 
-        command_line = ArgumentParser(TRAINER_ARGUMENTS, description).parse()
-        args = TrainerArguments(*command_line.arguments)
-        if args.training.status:
+        command_line = ArgumentParser(dataclass_types, description).parse()
+        args = TrainerOptions._make((*command_line.arguments, NOTHING))
+        if command_line.values.get("status"):
             sys.exit(show_status(Path(args.training.output_dir)))
         # These imports take seconds, which --help and usage errors do not need.
-        if args.training.check:
+        if command_line.values.get("check"):
             from cotrain.training.check import check_trainer
 
             sys.exit(check_trainer(command_line, stop))
@@ -37,11 +42,11 @@ def start_trainer(train: Callable[[TrainerArguments, StopSignal], None], descrip
                 "begin a run, prepare its data first with ./tokenize_wikitext103.py, or pass --dataset_url"
             )
         with recorded_start(Path(args.training.output_dir)):
-            from cotrain.peer.run_config import adopt_run_config
+            from cotrain.peer.run_config import find_run_config
             from cotrain.peer.tunnel import open_tunnel
 
             try:
-                args = TrainerArguments(*adopt_run_config(command_line, stop))
+                args = find_run_config(command_line, stop).to_options()
             except TemporaryError:
                 _exit_if_finished(Path(args.training.output_dir))
                 raise

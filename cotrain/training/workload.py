@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch.utils.data import Dataset
 
-from cotrain.arguments import TrainerArguments
 from cotrain.common.errors import UserError
 from cotrain.models.model import choose_kernels, enable_gradient_checkpointing
+from cotrain.options import TrainerOptions
 from cotrain.task import Task
 from cotrain.tasks.task_loading import build_initial_model, load_samples, load_task
 from cotrain.training.hf_trainer import choose_devices
@@ -32,13 +32,13 @@ class Workload:
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad or not only_trainable)
 
 
-def load_workload(args: TrainerArguments) -> Workload:
+def load_workload(args: TrainerOptions) -> Workload:
     """Load the task, downloading its data if it is missing, and build its model.
 
     :raises UserError: if something is missing or does not fit
     """
     device, num_devices = choose_devices(args.training, args.dataset.lora_rank is not None)
-    task = load_task(args.dataset, has_weights=True, disable_tqdm=args.training.disable_tqdm)
+    task = load_task(args.dataset, args.adopted, has_weights=True, disable_tqdm=args.training.disable_tqdm)
     samples = load_samples(task, "train")
     set_batch_size(args, device)
     batch_size = args.training.per_device_train_batch_size

@@ -4,14 +4,16 @@ import contextlib
 import math
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 
 import run_evaluator
 import run_training_monitor
-from cotrain.arguments import TRAINER_ARGUMENTS
+from arguments import TRAINER_ARGUMENTS
 from cotrain.common.argument_parser import parse_arguments
 from cotrain.common.flags import endpoint_to_maddrs
+from cotrain.options import TRAINER_OPTIONS
 from invite import InvitationArguments, RevocationArguments
 from run_local_demo import DemoArguments
 from tests.support.peers import ROOT
@@ -241,3 +243,15 @@ def test_help_imports_nothing_heavy():
     assert result.stdout.count("usage:") == len(scripts)
     for example in ("./run_trainer.py --initial_peers /ip4/", "./invite.py revoke --username alice"):
         assert example in result.stdout
+
+
+def test_flags_have_the_defaults_and_bounds_of_the_options():
+    """`join_run` takes the options, run_trainer.py the flags, which add a line of help to each."""
+    for flags, options in zip(TRAINER_ARGUMENTS, TRAINER_OPTIONS, strict=True):
+        assert issubclass(flags, options) and all(option.metadata.get("help") for option in fields(flags))
+        kept = {option.name: option for option in fields(flags)}
+        for option in fields(options):
+            own = kept[option.name]
+            stated = [{**part.metadata, "help": "", "aliases": ""} for part in (own, option)]
+            assert (own.type, own.default) == (option.type, option.default) and stated[0] == stated[1], own.name
+        assert [getattr(flags(), name) for name in kept if hasattr(options(), name)] == [*vars(options()).values()]

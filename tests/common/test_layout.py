@@ -29,7 +29,7 @@ def test_no_script_is_imported_by_another():
 
 def test_scripts_take_flags_and_records_from_the_modules_beside_them():
     """Somebody who copies a script copies `arguments` and `utils` with it."""
-    inner = {"cotrain.arguments", "cotrain.dht.metrics_schema", "cotrain.dht.run_records", "peerstep.records"}
+    inner = {"cotrain.dht.metrics_schema", "cotrain.dht.run_records", "peerstep.records"}
     found = {path.stem: find_imports(path) for path in ROOT.glob("*.py")}
     assert not {name for name in SCRIPTS | {"callback"} if found[name] & inner}
     peers = {"run_trainer", "run_custom_trainer", "run_training_monitor", "run_evaluator"}

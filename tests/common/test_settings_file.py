@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cotrain.arguments import TRAINER_ARGUMENTS
+from arguments import TRAINER_ARGUMENTS
 from cotrain.common.argument_parser import ArgumentParser, KeywordParser
 from cotrain.common.errors import UserError
 from run_training_monitor import ARGUMENTS

@@ -32,7 +32,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from urllib3 import connection
 
-from cotrain.arguments import DatasetArguments, ModelArguments
+from arguments import DatasetArguments, ModelArguments
 from cotrain.common.errors import UserError, describe
 from cotrain.common.hosts import GuardedAdapter, GuardedConnection
 from cotrain.data import archive, archive_folders
@@ -45,6 +45,7 @@ from cotrain.data.manifest import Manifest
 from cotrain.data.packing import SCHEMAS
 from cotrain.data.preview import PREVIEW_NAME
 from cotrain.models.objectives import SPLITS
+from cotrain.options import NOTHING, Adopted
 from tests.support.peers import wait_until
 
 SECRET = "hunter2"
@@ -234,10 +235,10 @@ def assert_fetched(args: DatasetArguments, folders: dict[str, Path]) -> None:
 PARTIAL = {".dataset.download"}  # of an interrupted transfer, which the next run resumes
 
 
-def fail(args: DatasetArguments, leftovers: set[str] | None = None) -> str:
+def fail(args: DatasetArguments, leftovers: set[str] | None = None, adopted: Adopted = NOTHING) -> str:
     """Return the one-line error of a failed download; check which files it leaves. Default: none but a partial one."""
     with pytest.raises(UserError) as error_info:
-        fetch_data(args)
+        fetch_data(args, adopted)
     message = str(error_info.value)
     assert message.isprintable() and SECRET not in message
     left = set(os.listdir(Path(args.dataset_path).parent)) - {".dataset.lock"}
@@ -253,7 +254,7 @@ def test_a_monitor_downloads_the_tokenizer_alone(tmp_path, host, folders):
         dataset_url=host.url, dataset_sha256=file_sha256(host.archive), tokenizer_path=str(tmp_path / "tokenizer")
     )
     for _ in range(2):
-        fetch_data(args)
+        fetch_data(args, NOTHING)
     found = contents(tmp_path / "tokenizer")
     assert found.pop(RECEIPT).decode().split() == [args.dataset_sha256, host.url]
     assert os.listdir(tmp_path) == ["tokenizer"] and found == contents(folders[TOKENIZER])
@@ -262,12 +263,12 @@ def test_a_monitor_downloads_the_tokenizer_alone(tmp_path, host, folders):
 
 def test_existing_data_is_not_downloaded(args, host, folders):
     address, args.dataset_url = args.dataset_url, None
-    fetch_data(args)
+    fetch_data(args, NOTHING)
     assert host.requests == []
     args.dataset_url = address
-    fetch_data(args)
+    fetch_data(args, NOTHING)
     assert_fetched(args, folders)
-    fetch_data(args)
+    fetch_data(args, NOTHING)
     assert host.requests == ["/data.tar.gz"]
 
 
@@ -297,7 +298,7 @@ def test_data_of_another_run_is_moved_aside_and_back(args, host, other_host, cap
         args.dataset_url = current.url
         args.dataset_sha256 = file_sha256(current.archive) if has_digest else None
         caplog.clear()
-        fetch_data(args)
+        fetch_data(args, NOTHING)
         archive_folders._in_use.clear()  # as in a new process
         assert is_of_the_other_run(args) == is_other
         assert ("was from another archive" in caplog.text) == (round_of > 0)
@@ -305,12 +306,12 @@ def test_data_of_another_run_is_moved_aside_and_back(args, host, other_host, cap
 
 
 def test_data_that_a_trainer_reads_is_not_moved(args, host, other_host):
-    fetch_data(args)
+    fetch_data(args, NOTHING)
     args.dataset_url, args.dataset_sha256 = other_host.url, file_sha256(other_host.archive)
     message = fail(args, leftovers={"dataset", "tokenizer"})
     assert "--dataset_path" in message and "stop it" in message and other_host.requests == []
     archive_folders._in_use.popitem()[1].close()  # the trainer ends
-    fetch_data(args)
+    fetch_data(args, NOTHING)
     assert is_of_the_other_run(args)
 
 
@@ -319,9 +320,9 @@ def test_data_without_a_receipt_is_left_as_it_is(args, host, folders, caplog):
     for name in folders:
         shutil.copytree(folders[name], Path(args.dataset_path).with_name(name.rsplit("/")[-1]), dirs_exist_ok=True)
     args.dataset_path = str(Path(args.dataset_path).with_name(DATASET.rsplit("/")[-1]))
-    fetch_data(args)
+    fetch_data(args, NOTHING)
     assert host.requests == [] and not caplog.text
-    fetch_data(ModelArguments(dataset_url=host.url, tokenizer_path=args.tokenizer_path))
+    fetch_data(ModelArguments(dataset_url=host.url, tokenizer_path=args.tokenizer_path), NOTHING)
     assert host.requests == [] and "does not say from which archive" in caplog.text
 
 
@@ -363,7 +364,7 @@ def expire(answer: Answer) -> None:
 )
 def test_transfers_that_succeed_in_the_end(args, host, folders, script, asked):
     host.script = list(script)
-    fetch_data(args)
+    fetch_data(args, NOTHING)
     assert_fetched(args, folders)
     assert host.asked == asked
 
@@ -376,7 +377,7 @@ def test_a_server_says_how_long_to_wait(args, host, folders, monkeypatch, answer
     waited = []
     monkeypatch.setattr(fetch.time, "sleep", waited.append)
     host.script = [partial(Answer.reply, status=429, Retry_After=answer)]
-    fetch_data(args)
+    fetch_data(args, NOTHING)
     assert_fetched(args, folders)
     assert waited == [seconds]
 
@@ -403,9 +404,8 @@ def test_a_certificate_that_is_not_trusted_is_named(args, host, tmp_path_factory
     message = fail(args, leftovers=set())
     assert "certificate" in message and "REQUESTS_CA_BUNDLE" in message
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(file))
-    for adopted in (set(), {"dataset_url"}):
-        args.adopted, args.near = adopted, [ipaddress.ip_address("127.0.0.1")]
-        fetch_data(args)
+    for adopted in (NOTHING, chosen_by_the_run("127.0.0.1")):
+        fetch_data(args, adopted)
         shutil.rmtree(Path(args.dataset_path).parent)
 
 
@@ -423,7 +423,7 @@ def test_a_transfer_goes_on_in_the_next_run(args, host, folders, has_checksum, c
     assert "503" in message and "--dataset_url" in message
     host.content = good
     num_asked = len(host.asked)
-    fetch_data(args)
+    fetch_data(args, NOTHING)
     assert_fetched(args, folders)
     assert host.asked[num_asked:] == last_asked
 
@@ -462,8 +462,8 @@ def test_addresses_that_cannot_work(args, host, url):
 REFUSED = "leads to 127.0.0.1, which is not on the internet: refused; if you trust it, pass"
 
 
-def chosen_by_the_run(args: DatasetArguments, *initial_peers: str) -> None:
-    args.adopted, args.near = {"dataset_url"}, [ipaddress.ip_address(peer) for peer in initial_peers]
+def chosen_by_the_run(*initial_peers: str) -> Adopted:
+    return Adopted(frozenset({"dataset_url"}), tuple(map(ipaddress.ip_address, initial_peers)))
 
 
 @pytest.mark.parametrize("is_chosen", [False, True])
@@ -472,9 +472,7 @@ def test_a_redirect_from_the_internet_into_this_machine_is_refused(args, host, g
     args.dataset_url = f"http://127.0.0.2:{gateway.server_port}/data.tar.gz?token={SECRET}"
     args.dataset_sha256 = None
     gateway.script = [partial(Answer.reply, status=302, Location=target.format(port=host.server_port))]
-    if is_chosen:
-        chosen_by_the_run(args, "8.8.4.4")
-    assert REFUSED in fail(args)
+    assert REFUSED in fail(args, adopted=chosen_by_the_run("8.8.4.4") if is_chosen else NOTHING)
     assert len(gateway.asked) == 1 and host.requests == []
 
 
@@ -496,8 +494,7 @@ def test_an_address_of_the_run_leads_to_the_internet_only(args, host, monkeypatc
         socket, "getaddrinfo", lambda name, *rest: look_up(name.replace("rebound.example", "127.0.0.1"), *rest)
     )
     args.dataset_url = url.format(port=host.server_port)
-    chosen_by_the_run(args, "8.8.4.4", "192.168.1.2")
-    assert REFUSED in fail(args)
+    assert REFUSED in fail(args, adopted=chosen_by_the_run("8.8.4.4", "192.168.1.2"))
     assert host.requests == []
 
 
@@ -539,8 +536,7 @@ def test_an_address_of_the_run_gets_no_password_and_no_proxy(args, host, folders
     (tmp_path / ".netrc").write_text(f"default login me password {SECRET}\n", encoding="utf-8")
     monkeypatch.setenv("NETRC", str(tmp_path / ".netrc"))
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    chosen_by_the_run(args, "127.0.0.1")
-    fetch_data(args)
+    fetch_data(args, chosen_by_the_run("127.0.0.1"))
     assert_fetched(args, folders)
     assert host.passwords == [None]
 
@@ -549,12 +545,11 @@ def test_an_address_of_the_run_gets_no_password_and_no_proxy(args, host, folders
 def test_an_archive_that_the_run_has_chosen_has_a_limit(args, host, folders, monkeypatch, method):
     monkeypatch.setattr(fetch, "MAX_DOWNLOAD_BYTES", 240_000)
     host.script, address = [method], args.dataset_url
-    chosen_by_the_run(args, "127.0.0.1")
     message = "has more than 0.00024 GB: refused; if you want it, pass the address yourself"
-    assert message in fail(args, leftovers=set())
-    args.adopted, args.dataset_url = frozenset(), address
+    assert message in fail(args, leftovers=set(), adopted=chosen_by_the_run("127.0.0.1"))
+    args.dataset_url = address
     host.script = [method]
-    fetch_data(args)
+    fetch_data(args, NOTHING)
     assert_fetched(args, folders)
 
 
@@ -578,7 +573,7 @@ def test_server_that_stops_or_is_slow(args, host, folders, monkeypatch, caplog, 
     monkeypatch.setattr(fetch, limit, seconds)
     monkeypatch.setattr(fetch, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda _seconds: restore()))
     host.script = [method]
-    fetch_data(args)
+    fetch_data(args, NOTHING)
     assert_fetched(args, folders)
     assert message in caplog.text and "trying again" in caplog.text
     assert host.asked[0] is None and all(host.asked[1:])  # it is resumed
@@ -599,7 +594,7 @@ def test_missing_checksum_is_reported_and_credentials_are_not_logged(args, host,
     host.script = [Answer.break_off, partial(Answer.serve, num_bytes=1000), partial(Answer.reply, status=500)]
     args.dataset_url = host.url.replace("//", f"//user:{SECRET}@") + f"?token={SECRET}#{SECRET}"
     args.dataset_sha256 = None
-    fetch_data(args)
+    fetch_data(args, NOTHING)
     assert_fetched(args, folders)
     query = f"?token={SECRET}"
     assert host.requests == [f"/data.tar.gz{query}"] * 4
@@ -612,11 +607,11 @@ def test_missing_checksum_is_reported_and_credentials_are_not_logged(args, host,
 
 @pytest.mark.parametrize("kept", ["dataset", "tokenizer"])
 def test_existing_data_is_kept(args, host, folders, kept):
-    fetch_data(args)
+    fetch_data(args, NOTHING)
     shutil.rmtree(args.tokenizer_path if kept == "dataset" else args.dataset_path)
     mark = Path(args.dataset_path).parent / kept / "mark.json"
     mark.touch()
-    fetch_data(args)
+    fetch_data(args, NOTHING)
     mark.unlink()
     assert_fetched(args, folders)
 
@@ -771,7 +766,7 @@ def test_manually_packed_archives(args, host, format, name):
     good = [entry(info.name.replace(DATASET, name), content) for info, content in GOOD]
     host.content = pack(folder, *good, entry(f"./{TOKENIZER}/vocab.txt", b"a", mode=0o6777), format=format)
     args.dataset_sha256 = None
-    fetch_data(args)
+    fetch_data(args, NOTHING)
     assert (Path(args.tokenizer_path) / "vocab.txt").stat().st_mode & 0o7111 == 0
 
 
@@ -787,7 +782,7 @@ def test_nothing_beside_the_samples_is_believed(args, host, tmp_path):
         *(entry(f"{DATASET}/validation/{name}.json", json.dumps(content).encode()) for name, content in
           {"state": state, "dataset_info": features}.items()),
     ), None  # fmt: skip
-    fetch_data(args)
+    fetch_data(args, NOTHING)
     train, validation = (load_split(args.dataset_path, split) for split in SPLITS)
     assert validation[0] == {"input_ids": [5, 6], "attention_mask": [1, 1]}
     assert [sample["input_ids"] for sample in train] == [[1, 2], [3, 4]]
@@ -804,11 +799,11 @@ def test_the_disk_is_full_while_unpacking(args, host, folders, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(tarfile, "copyfileobj", fill)
         with pytest.raises(OSError, match="No space left") as error_info:
-            fetch_data(args)
+            fetch_data(args, NOTHING)
     folder = Path(args.dataset_path).parent
     assert describe(error_info.value) == f"{folder}: No space left on device"
     assert set(os.listdir(folder)) - {".dataset.lock"} == PARTIAL
-    fetch_data(args)
+    fetch_data(args, NOTHING)
     assert_fetched(args, folders)
     assert host.asked == [None, f"bytes={len(host.content)}-"]  # the downloaded archive is still valid
 
@@ -828,9 +823,9 @@ def test_two_at_once(args, host, folders, caplog):
     caplog.set_level(logging.INFO, "cotrain.data.download")
     host.script = [Answer.stall]
     with ThreadPoolExecutor(2) as pool:
-        downloads = [pool.submit(fetch_data, args)]
+        downloads = [pool.submit(fetch_data, args, NOTHING)]
         wait_until(lambda: host.asked, 120, "the first begins to download")
-        downloads.append(pool.submit(fetch_data, args))
+        downloads.append(pool.submit(fetch_data, args, NOTHING))
         wait_until(lambda: "Another process is downloading the data; waiting" in caplog.text, 60, "the second waits")
         host.closing.set()  # ends the stall: the first continues
         for download in downloads:
@@ -849,9 +844,9 @@ def test_stopped_while_downloading(args, host, folders, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(fetch, "READ_BYTES", 100_000)
         patch.setattr(fetch, "check_space", stop)
-        fetch_data(args)
+        fetch_data(args, NOTHING)
     partial_file = Path(args.dataset_path).parent / ".dataset.download"
     size = partial_file.stat().st_size
-    fetch_data(args)
+    fetch_data(args, NOTHING)
     assert_fetched(args, folders)
     assert 0 < size < len(host.content) and host.asked == [None, f"bytes={size}-"]

@@ -16,8 +16,9 @@ import datasets
 import pytest
 
 import tokenize_wikitext103
-from cotrain.arguments import DatasetArguments, ModelArguments, parse_size
+from arguments import DatasetArguments, ModelArguments
 from cotrain.common.errors import UserError
+from cotrain.common.flags import parse_size
 from cotrain.data import download, preparation, sampler, shards
 from cotrain.data.archive import DATASET, TOKENIZER, file_sha256, write_archive
 from cotrain.data.corpus import open_corpus, read_corpus
@@ -27,6 +28,7 @@ from cotrain.data.manifest import FORMAT_VERSION, Manifest
 from cotrain.data.sampler import PeerSampler
 from cotrain.data.shards import ShardCache, ShardedSamples
 from cotrain.data.sources import open_dataset
+from cotrain.options import NOTHING
 from peerstep.threads import PeriodicThread
 from tests.data.test_download import Host
 from tests.support.peers import wait_until
@@ -88,8 +90,8 @@ def args(host, public, tmp_path) -> DatasetArguments:
 
 
 def open_samples(args: DatasetArguments) -> ShardedSamples:
-    fetch_data(args)
-    return ShardedSamples(args, Manifest.load(args.dataset_path))
+    fetch_data(args, NOTHING)
+    return ShardedSamples(args, NOTHING, Manifest.load(args.dataset_path))
 
 
 def files(args: DatasetArguments) -> list[Path]:
@@ -511,7 +513,7 @@ def test_first_shard_that_is_not_that_of_the_manifest_ends_the_trainer(args, hos
     if host_change is not None:
         host_change(host)
     with pytest.raises(UserError, match=fault):
-        next(iter(PeerSampler(ShardedSamples(args, dataclasses.replace(manifest, **change)), "peer", 0)))
+        next(iter(PeerSampler(ShardedSamples(args, NOTHING, dataclasses.replace(manifest, **change)), "peer", 0)))
     assert files(args) == []
 
 
@@ -529,11 +531,11 @@ def test_bounds_of_the_cache(args):
 
 
 def test_an_evaluator_needs_no_shard(args, host):
-    fetch_data(args)
+    fetch_data(args, NOTHING)
     count = Manifest.load(args.dataset_path).splits["validation"]["instances"]
     assert len(load_split(args.dataset_path, "validation")) == count > 0
     assert not Path(args.dataset_path, "train").exists()
-    fetch_data(args)
+    fetch_data(args, NOTHING)
     assert host.requests == ["/data.tar.gz"]
 
 

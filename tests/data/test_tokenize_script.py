@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models
 from transformers import AlbertConfig, AutoTokenizer, BertConfig, BertTokenizer, GPT2Config
 
 import tokenize_wikitext103
-from cotrain.arguments import DatasetArguments
+from arguments import DatasetArguments
 from cotrain.common.atomic_files import new_file, new_folder, temporary_folder
 from cotrain.common.errors import UserError
 from cotrain.data import preparation

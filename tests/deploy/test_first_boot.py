@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import run_training_monitor
-from cotrain.arguments import TRAINER_ARGUMENTS
+from arguments import TRAINER_ARGUMENTS
 from cotrain.common.argument_parser import parse_arguments
 from tests.deploy.test_notebooks import commit_another, make_repository, write_program
 from tests.support.aws import COORDINATOR_ADDRESS, PUBLIC_IP, SIGNAL_URL, make_user_data

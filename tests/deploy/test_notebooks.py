@@ -18,7 +18,7 @@ import pytest
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-from cotrain.arguments import TRAINER_ARGUMENTS
+from arguments import TRAINER_ARGUMENTS
 from cotrain.common.argument_parser import parse_arguments
 from cotrain.common.errors import UserError
 from cotrain.peer.tunnel import NGROK_INSTALL

@@ -23,8 +23,8 @@ from hivemind.utils import MSGPackSerializer, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 from hivemind.utils.multiaddr import Multiaddr
 
+from arguments import BaseTrainingArguments
 from cotrain.admission.invitations import load_identity
-from cotrain.arguments import BaseTrainingArguments
 from cotrain.common.errors import UserError
 from cotrain.dht.run_records import HISTORY_LENGTH, TrainerRecord, make_validators
 from cotrain.peer.addresses import announce_public_ip, choose_maddrs, fix_tcp_port, get_free_port

@@ -29,10 +29,10 @@ from hivemind.utils.streaming import split_for_streaming
 from hivemind.utils.timed_storage import ValueWithExpiration
 from hypothesis import strategies as st
 
+from arguments import TRAINER_ARGUMENTS
 from cotrain.admission.admission import Admission
 from cotrain.admission.invitations import InvitationError, check_token, make_invitation
 from cotrain.admission.revocations import Revocations
-from cotrain.arguments import TRAINER_ARGUMENTS
 from cotrain.common.argument_parser import ArgumentParser
 from cotrain.common.errors import UserError
 from cotrain.data.archive import DATASET, MIN_LIMIT, TOKENIZER, unpack_archive

@@ -7,10 +7,11 @@ import pytest
 import torch
 from transformers import BertTokenizer, GPT2Tokenizer
 
-from cotrain.arguments import ModelArguments
+from arguments import ModelArguments
 from cotrain.common.errors import UserError
 from cotrain.models.model import get_model_class, get_objective, load_config, max_tokens, read_config
 from cotrain.models.objectives import OBJECTIVES
+from cotrain.options import NOTHING
 from cotrain.training.pretrained import load_checkpoint
 from tests.support.families import FAMILIES
 from tests.support.models import build_model
@@ -33,7 +34,7 @@ def make_tokenizer(objective: str):
 def build(model_type: str, fields: dict, objective: str):
     args = ModelArguments(json.dumps({**fields, "model_type": model_type}))
     tokenizer = make_tokenizer(objective)
-    config = load_config(args, tokenizer)
+    config = load_config(args, NOTHING, tokenizer)
     assert get_objective(config) == objective
     return build_model(config, "run"), tokenizer
 

@@ -6,11 +6,12 @@ import pytest
 import torch
 from transformers import AlbertForPreTraining, AutoConfig
 
-from cotrain.arguments import HyperparameterArguments, LocalTrainingArguments
+from arguments import LocalTrainingArguments
 from cotrain.common.argument_parser import parse_arguments
 from cotrain.common.errors import UserError
 from cotrain.models.model import choose_kernels, enable_gradient_checkpointing
 from cotrain.peer.run_config import SETTINGS
+from cotrain.settings import Hyperparameters
 from cotrain.training.builders import build_local_optimizer, build_param_groups
 from peerstep.optimizer_state import build_with_statistics, initialize_optimizer_state
 from tests.support.fakes import make_batch
@@ -62,7 +63,7 @@ def test_lamb_takes_the_step_of_its_paper():
     expected = weights.double() - learning_rate * weights.double().norm() / update.norm() * update
 
     parameter = torch.nn.Parameter(weights.clone())
-    args = HyperparameterArguments(learning_rate=learning_rate, weight_decay=decay)
+    args = Hyperparameters(learning_rate=learning_rate, weight_decay=decay)
     optimizer = build_local_optimizer([{"params": [parameter], "weight_decay": decay}], args)
     parameter.grad = gradient
     optimizer.step()
@@ -75,7 +76,7 @@ def test_lamb_takes_the_step_of_its_paper():
 def test_initializing_the_optimizer_moves_nothing(name):
     model = AlbertForPreTraining(CONFIG)
     before = [parameter.clone() for parameter in model.parameters()]
-    args = HyperparameterArguments(learning_rate=0.5, optimizer=name)
+    args = Hyperparameters(learning_rate=0.5, optimizer=name)
     optimizer = build_with_statistics(partial(build_local_optimizer, args=args), build_param_groups(model, 0.1, name))
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
     assert len(optimizer.state) == len(before), "hivemind would take a step to fill it"
@@ -107,7 +108,7 @@ def test_muon_is_for_matrices_of_hidden_layers(family):
 def test_muon_is_torchs_beside_torchs_adamw():
     """Each group takes the step of torch's optimizer, also after a transfer of the state."""
     ours, theirs = build_family("llama"), build_family("llama")
-    args = HyperparameterArguments(optimizer="muon", learning_rate=0.01, weight_decay=0.1, adam_epsilon=1e-7)
+    args = Hyperparameters(optimizer="muon", learning_rate=0.01, weight_decay=0.1, adam_epsilon=1e-7)
     optimizer = build_local_optimizer(build_param_groups(ours, 0.1, "muon"), args)
     hidden, matrices, vectors = build_param_groups(theirs, 0.1, "muon")
     muon = torch.optim.Muon(hidden["params"], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw", eps=1e-7)

@@ -11,17 +11,19 @@ import torch
 from safetensors.torch import save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from cotrain.arguments import DatasetArguments
+from arguments import DatasetArguments
 from cotrain.common.errors import UserError
 from cotrain.models import hub
 from cotrain.models.model import load_config, read_config
 from cotrain.models.pretrained import load_pretrained
+from cotrain.options import Adopted
 
 CONFIG = {
     "model_type": "gpt2", "vocab_size": 64, "n_positions": 32, "n_embd": 16, "n_layer": 1, "n_head": 2,
     "bos_token_id": 0, "eos_token_id": 0,
 }  # fmt: skip
 SECRET = 0.4242
+CHOSEN = Adopted(frozenset({"model_name_or_path"}))
 
 
 @pytest.fixture
@@ -44,10 +46,9 @@ def save_model(folder: Path, value: float, **options) -> Path:
 
 def load(name: str, **flags) -> GPT2LMHeadModel:
     args = DatasetArguments(model_name_or_path=name, from_pretrained=True, **flags)
-    args.adopted = frozenset({"model_name_or_path"})
     config = read_config(name if Path(name).is_dir() else json.dumps(CONFIG))
     config.architectures = ["GPT2LMHeadModel"]
-    return load_pretrained(config, args)
+    return load_pretrained(config, args, CHOSEN)
 
 
 def write_adapters(folder: Path, base: str) -> None:
@@ -162,9 +163,8 @@ def test_configuration_of_a_run_is_bounded_for_each_peer(private, tmp_path, monk
     """A monitor reads no weights."""
     listed = Listed(save_model(tmp_path / "hub", 0.5), tmp_path / "downloaded", monkeypatch, {"config.json": 10**9})
     args = DatasetArguments(model_name_or_path="me/model")
-    args.adopted = frozenset({"model_name_or_path"})
     with pytest.raises(UserError, match="pass --model_name_or_path yourself"):
-        load_config(args, None)
+        load_config(args, CHOSEN, None)
     assert not listed.downloaded
 
 

@@ -6,10 +6,11 @@ import math
 import pytest
 import torch
 
-from cotrain.arguments import ModelArguments
+from arguments import ModelArguments
 from cotrain.models.config import find_model_classes
 from cotrain.models.model import load_config
 from cotrain.models.objectives import OBJECTIVES
+from cotrain.options import NOTHING
 from tests.models.test_families import make_tokenizer
 from tests.models.test_published_configs import PUBLISHED
 from tests.support.models import build_model
@@ -70,7 +71,7 @@ def shrink(fields: dict, layers: int) -> dict:
 def test_shrunk_model_trains(name):
     fields = shrink(PUBLISHED[name], NAMES[name])
     objective = next(iter(find_model_classes(fields["model_type"])))
-    config = load_config(ModelArguments(json.dumps(fields)), make_tokenizer(objective))
+    config = load_config(ModelArguments(json.dumps(fields)), NOTHING, make_tokenizer(objective))
     model = build_model(config, "run").eval()  # without dropout, a step lowers the loss on its batch
     tokens = torch.randint(5, VOCABULARY, (4, 32), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 import tokenize_wikitext103
-from cotrain.arguments import ModelArguments
+from arguments import ModelArguments
 from cotrain.common.errors import UserError
 from cotrain.data import preparation
 from cotrain.data.loading import check_dataset, load_manifest, load_split
@@ -19,6 +19,7 @@ from cotrain.data.tokenizers import load_tokenizer
 from cotrain.models.config import find_model_classes
 from cotrain.models.model import load_config, max_tokens, set_special_tokens
 from cotrain.models.vocabulary import vocabulary_size
+from cotrain.options import NOTHING
 from tests.data.test_tokenize_script import arguments
 from tests.support.models import build_model
 from tests.support.peers import ROOT
@@ -63,7 +64,7 @@ def test_vocabulary_with_repeated_lines_or_gaps(make, objective, size, tmp_path)
     check_dataset(dataset)
     assert len(tokenizer) <= max(max(ids) for ids in load_split(dataset, "train")["input_ids"]) < size
     model_type = "bert" if objective == "mlm" else "llama"
-    config = load_config(ModelArguments(json.dumps({"model_type": model_type, **SIZES})), tokenizer)
+    config = load_config(ModelArguments(json.dumps({"model_type": model_type, **SIZES})), NOTHING, tokenizer)
     load_manifest(dataset, tokenizer, objective, max_tokens(config))
     assert build_model(config, "run").get_input_embeddings().num_embeddings == size
 
@@ -121,7 +122,9 @@ def test_special_tokens_are_those_of_the_tokenizer(model_type, tokenizer, messag
 )
 def test_replaced_vocabulary_is_one_line(fields, replaced, tokenizer, messages, caplog):
     with caplog.at_level(logging.INFO, "cotrain"):
-        config = load_config(ModelArguments(json.dumps({"model_type": "modernbert", **SIZES, **fields})), tokenizer)
+        config = load_config(
+            ModelArguments(json.dumps({"model_type": "modernbert", **SIZES, **fields})), NOTHING, tokenizer
+        )
         tokens = torch.ones(1, 8, dtype=torch.long)
         build_model(config, "run")(input_ids=tokens, labels=tokens)
     line = f"The model has a vocabulary of 98 tokens, the tokenizer's, instead of {replaced}"
@@ -132,7 +135,7 @@ def test_a_warning_that_matters_is_shown_alone(tokenizer, messages):
     rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 1.25,
             "original_max_position_embeddings": 32}  # fmt: skip
     fields = {"model_type": "llama", **SIZES, "bos_token_id": 128000, "vocab_size": 98, "rope_parameters": rope}
-    build_model(load_config(ModelArguments(json.dumps(fields)), tokenizer), "run")
+    build_model(load_config(ModelArguments(json.dumps(fields)), NOTHING, tokenizer), "run")
     assert len(set(messages())) == 1 and "high_freq_factor" in messages()[0]
 
 
@@ -142,7 +145,7 @@ def test_vocabulary_of_a_part(tokenizer):
     text = {**SIZES, "num_key_value_heads": 1, "head_dim": 16}
     vision = {**SIZES, "image_size": 28, "patch_size": 14}
     fields = {"model_type": "gemma3", "text_config": text, "vision_config": vision, "mm_tokens_per_image": 4}
-    config = load_config(ModelArguments(json.dumps(fields)), tokenizer)
+    config = load_config(ModelArguments(json.dumps(fields)), NOTHING, tokenizer)
     model = build_model(config, "run")
     assert model.get_input_embeddings().num_embeddings == 98
     assert config.text_config.pad_token_id == tokenizer.pad_token_id

@@ -15,11 +15,12 @@ from tokenizers import processors
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GPT2LMHeadModel, pipeline
 
 import export_model
-from cotrain.arguments import DatasetArguments
+from arguments import DatasetArguments
 from cotrain.common.errors import run_script
 from cotrain.data.conversations import set_end_of_turn
 from cotrain.models.model import load_config
 from cotrain.monitoring.export import read_template
+from cotrain.options import NOTHING
 from cotrain.tasks.task_loading import build_initial_model
 from cotrain.tasks.text import TextTask
 from cotrain.training import pretrained
@@ -75,7 +76,7 @@ def make_chat_base(folder: Path, end: int | list[int], vocab_size: int, **option
 
 def make_task(base: Path, tokenizer, lora_rank: int | None = 4) -> TextTask:
     args = DatasetArguments(model_name_or_path=str(base), lora_rank=lora_rank, from_pretrained=True)
-    return TextTask(args, tokenizer, load_config(args, tokenizer), has_weights=True)
+    return TextTask(args, NOTHING, tokenizer, load_config(args, NOTHING, tokenizer), has_weights=True)
 
 
 def save(task: TextTask, folder: Path) -> Path:

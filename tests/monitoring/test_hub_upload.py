@@ -13,13 +13,14 @@ import torch
 from huggingface_hub import ModelCard
 from transformers import AutoConfig, AutoModelForPreTraining
 
-from cotrain.arguments import ModelArguments
+from arguments import ModelArguments
 from cotrain.common.errors import UserError
 from cotrain.monitoring import hub_upload as upload
 from cotrain.monitoring.aggregation import StepReport
 from cotrain.monitoring.contributors import Contributors
 from cotrain.monitoring.hub_upload import HubUploader, check_repo, require_token
 from cotrain.monitoring.model_card import CardMetadata
+from cotrain.options import NOTHING
 from cotrain.tasks.task_loading import load_task
 from cotrain.training import checkpoints
 from cotrain.training.checkpoints import SavedState
@@ -231,7 +232,7 @@ def test_hub_that_cannot_be_reached_is_a_warning(hub, monkeypatch, caplog, fault
 def test_monitor_uploads_a_checkpoint_that_loads(hub, scripts, data, tmp_path):
     state = SavedState("up", {"epoch": 3, "statistics": []}, [torch.zeros(3)])
     args = ModelArguments(model_name_or_path=str(data / "config.json"), tokenizer_path=str(data / "tokenizer"))
-    task = load_task(args)
+    task = load_task(args, NOTHING)
     checkpoints.save_checkpoint(tmp_path / "monitor", task, task.build_model(), state, {})
     contributors = Contributors(tmp_path / "monitor", "up")
     contributors.record_names({b"key": "<b>alice</b>"})

@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 from transformers import AutoConfig, AutoTokenizer
 
-from cotrain.arguments import TRAINER_ARGUMENTS
+from arguments import TRAINER_ARGUMENTS
 from cotrain.common.argument_parser import parse_arguments
 from cotrain.monitoring.aggregation import StepReport
 from cotrain.monitoring.contributors import Contributors

@@ -17,11 +17,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoConfig, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import generate
-from cotrain.arguments import DatasetArguments
+from arguments import DatasetArguments
 from cotrain.common.errors import UserError, run_script
 from cotrain.data.conversations import set_end_of_turn
 from cotrain.models.model import load_config
 from cotrain.monitoring.samples import build_pipeline, check_text, complete, fill_masks, report_samples
+from cotrain.options import NOTHING
 from cotrain.tasks.task_loading import build_initial_model
 from cotrain.tasks.text import TextTask
 from cotrain.training.pretrained import load_checkpoint
@@ -271,7 +272,7 @@ def chat_checkpoint(tmp_path) -> Path:
     config = AutoConfig.for_model(**{**TINY_CONFIGS["gpt2"], "n_positions": 128}, vocab_size=len(tokenizer))
     build_model(config, "run").save_pretrained(tmp_path / "base")
     args = DatasetArguments(model_name_or_path=str(tmp_path / "base"), lora_rank=4)
-    task = TextTask(args, tokenizer, load_config(args, tokenizer), has_weights=True)
+    task = TextTask(args, NOTHING, tokenizer, load_config(args, NOTHING, tokenizer), has_weights=True)
     task.save_pretrained(build_initial_model(task, "run"), tmp_path / "checkpoint-1")
     return tmp_path / "checkpoint-1"
 

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 from hivemind.utils.crypto import RSAPrivateKey
 
-from cotrain.arguments import TRAINER_ARGUMENTS, ModelArguments
+from arguments import TRAINER_ARGUMENTS, ModelArguments
 from cotrain.common.argument_parser import ArgumentParser, CommandLine
 from cotrain.common.errors import UserError
+from cotrain.models.hub import build_hub_options
 from cotrain.models.model import read_config
 from cotrain.peer import run_config
-from cotrain.peer.run_config import SETTINGS, TASK, RunConfig, adopt_run_config
+from cotrain.peer.run_config import SETTINGS, TASK, Entry, RunConfig, find_run_config
 from deploy.aws import Deployment
 from run_evaluator import ARGUMENTS as EVALUATOR_ARGUMENTS
 from run_training_monitor import ARGUMENTS as MONITOR_ARGUMENTS
@@ -53,15 +54,15 @@ assert {place for place, _, _ in COMMANDS} >= {"trainer.service", "README.md", "
 
 
 @pytest.fixture
-def adopt(monkeypatch, tmp_path) -> Callable[[dict, str, list[str]], tuple]:
+def adopt(monkeypatch, tmp_path) -> Callable[[dict, str, list[str]], Entry]:
     """Return a function for the arguments that a script's command leads to in a run with some settings."""
     monkeypatch.chdir(tmp_path)
     Path("examples").symlink_to(ROOT / "examples")
 
-    def adopt(run: dict, script: str, words: list[str]) -> tuple:
+    def adopt(run: dict, script: str, words: list[str]) -> Entry:
         config = RunConfig.sign(run, ORGANISER)
         monkeypatch.setattr(run_config, "_visit", lambda *_args: config)
-        return adopt_run_config(parse(script, [*words, "--output_dir", str(tmp_path)]), stop=None)
+        return find_run_config(parse(script, [*words, "--output_dir", str(tmp_path)]), stop=None)
 
     return adopt
 
@@ -80,7 +81,7 @@ def test_command_takes_the_settings_of_the_run(adopt, place, script, words):
     stated = {name: value for name, value in line.values.items() if name in SETTINGS}
     (digest,) = [args.task_sha256 for args in line.arguments if isinstance(args, ModelArguments)]
     run = {**RUN, **stated, **({} if digest is None else {TASK: digest})}
-    taken = settings_in(adopt(run, script, words))
+    taken = settings_in(adopt(run, script, words).arguments)
     assert "learning_rate" in taken
     assert {name: taken[name] for name in taken.keys() & run} == {name: run[name] for name in taken.keys() & run}
 
@@ -91,7 +92,7 @@ def test_aws_trainers_take_the_settings_in_the_monitors_flags(adopt):
     parameters = deployment.parameters()
     monitor_flags, trainer_flags = (shlex.split(parameters[f"{role}Flags"]) for role in ("Coordinator", "Trainer"))
     stated = ArgumentParser(MONITOR_ARGUMENTS, "test").parse(monitor_flags).values
-    taken = settings_in(adopt(stated, "run_trainer.py", ["--initial_peers", ADDRESS, *trainer_flags]))
+    taken = settings_in(adopt(stated, "run_trainer.py", ["--initial_peers", ADDRESS, *trainer_flags]).arguments)
     assert (taken["run_id"], taken["target_batch_size"], taken["learning_rate"]) == ("my-albert", 2048, 0.0123)
 
 
@@ -100,7 +101,7 @@ def test_model_in_a_file_travels_with_the_settings(adopt, tmp_path):
     path.write_text(json.dumps({**TINY_ALBERT, "auto_map": {"AutoModel": "me/code--x.Y"}}), encoding="utf-8")
     other.write_text(json.dumps({**TINY_ALBERT, "hidden_size": 48}), encoding="utf-8")
     run, joining = {**RUN, "model_name_or_path": str(path)}, ["--initial_peers", ADDRESS]
-    _, dataset_args, *_ = adopt(run, "run_trainer.py", joining)
+    _, dataset_args, *_ = adopt(run, "run_trainer.py", joining).arguments
     config = read_config(dataset_args.model_name_or_path)
     assert config.hidden_size == TINY_ALBERT["hidden_size"] and not hasattr(config, "auto_map")
     adopt(run, "run_trainer.py", [*joining, "--model_name_or_path", str(path)])  # the same file
@@ -112,10 +113,11 @@ def test_model_in_a_file_travels_with_the_settings(adopt, tmp_path):
 def test_less_trust_in_what_the_volunteer_has_not_typed(adopt, flag):
     run = {**RUN, "dataset_url": "http://169.254.169.254/data.tar.gz", "model_name_or_path": "name/model"}
     name, joining = flag.removeprefix("--"), ["--initial_peers", ADDRESS]
-    _, dataset_args, *_ = adopt(run, "run_trainer.py", joining)
-    assert name in dataset_args.adopted and list(map(str, dataset_args.near)) == [ADDRESS.split("/")[2]]
+    entry = adopt(run, "run_trainer.py", joining)
+    assert name in entry.adopted.names and list(map(str, entry.adopted.near)) == [ADDRESS.split("/")[2]]
     strict = {"token": False, "use_safetensors": True, "trust_remote_code": False}
-    assert dataset_args.hub_options == {"cache_dir": "data/cache", **strict}
-    _, dataset_args, *_ = adopt(run, "run_trainer.py", [*joining, flag, run[name]])
-    assert dataset_args.dataset_url == run["dataset_url"] and name not in dataset_args.adopted
-    assert ("token" in dataset_args.hub_options) == (name == "dataset_url")
+    assert build_hub_options(entry.arguments[1], entry.adopted) == {"cache_dir": "data/cache", **strict}
+    entry = adopt(run, "run_trainer.py", [*joining, flag, run[name]])
+    dataset_args = entry.arguments[1]
+    assert dataset_args.dataset_url == run["dataset_url"] and name not in entry.adopted.names
+    assert ("token" in build_hub_options(dataset_args, entry.adopted)) == (name == "dataset_url")

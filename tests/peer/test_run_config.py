@@ -17,31 +17,26 @@ import pytest
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.utils.crypto import RSAPrivateKey
 
+from arguments import TRAINER_ARGUMENTS, BaseTrainingArguments, ModelArguments
 from cotrain.admission.invitations import load_identity, peer_id_of
-from cotrain.arguments import (
-    TRAINER_ARGUMENTS,
-    BaseTrainingArguments,
-    HyperparameterArguments,
-    ModelArguments,
-    OptimizerArguments,
-    TrainerArguments,
-)
 from cotrain.common.argument_parser import ArgumentParser
 from cotrain.common.errors import TemporaryError, UserError
 from cotrain.common.flags import find_settings
 from cotrain.common.signals import StopSignal
 from cotrain.models.config import to_published_model
 from cotrain.models.model import build_without_weights, check_size, read_config
+from cotrain.options import NOTHING, TrainerOptions
 from cotrain.peer import run_config
 from cotrain.peer.run_config import (
+    Entry,
     RunConfig,
     RunConfigRelay,
-    adopt_run_config,
     check_safe,
     choose,
     find_run_config,
     refuse_differences,
 )
+from cotrain.settings import Hyperparameters, StepSettings
 from peerstep.rounds import PROTOCOL
 from run_training_monitor import ARGUMENTS as MONITOR_ARGUMENTS
 from tests.support.peers import wait_until
@@ -181,9 +176,9 @@ def test_settings_from_the_future_are_refused(keys, signed_at, valid):
 def adopt(tmp_path, monkeypatch):
     """Return a function for the arguments of a trainer whose initial peer publishes these settings."""
 
-    def adopt(published: RunConfig | None, *words: str) -> tuple:
+    def adopt(published: RunConfig | None, *words: str) -> Entry:
         monkeypatch.setattr(run_config, "_visit", lambda *_: published)
-        return adopt_run_config(parse("--initial_peers", PUBLIC, "--output_dir", str(tmp_path), *words), stop=None)
+        return find_run_config(parse("--initial_peers", PUBLIC, "--output_dir", str(tmp_path), *words), stop=None)
 
     return adopt
 
@@ -199,8 +194,8 @@ def test_a_run_without_settings_needs_the_flags(adopt, monkeypatch):
     with pytest.raises(TemporaryError, match="^the initial peers publish no settings of a run; .*pass --run_id.*$"):
         adopt(None)
     monkeypatch.setenv("RANK", "0")
-    *_, collaboration, _ = adopt(None, "--run_id", "mine")
-    assert collaboration.run_id == "mine" and not collaboration.adopted
+    entry = adopt(None, "--run_id", "mine")
+    assert entry.arguments[2].run_id == "mine" and entry.adopted == NOTHING
     assert "RANK" not in os.environ, "accelerate would wait in C for a second rank"
 
 
@@ -222,7 +217,8 @@ def find_as_monitor(keys, tmp_path, monkeypatch):
         line = ArgumentParser(MONITOR_ARGUMENTS, "test").parse(
             ["--initial_peers", address, "--output_dir", str(tmp_path), *words]
         )
-        return find_run_config(line, stop=None, is_monitor=True)
+        entry = find_run_config(line, stop=None, is_monitor=True)
+        return entry.arguments, entry.config, entry.is_organiser, entry.is_alone, entry.adopted.names
 
     return find
 
@@ -232,11 +228,11 @@ SILENCE = TemporaryError("none of --initial_peers answers")
 
 def test_monitor_takes_the_settings_and_relays_them(find_as_monitor, keys):
     config = RunConfig.sign({**SETTINGS, "page": "https://example.org/curves", "ends_at": "2100-01-02"}, keys[0])
-    (_, run_args, peer_args), relayed, *state = find_as_monitor(config)
+    (_, run_args, peer_args), relayed, *state, names = find_as_monitor(config)
     assert (peer_args.run_id, peer_args.page, run_args.learning_rate) == ("tree", "https://example.org/curves", 0.01)
     assert run_args.gradient_compression == "blockwise8" and peer_args.ends_at == "2100-01-02"
-    assert "learning_rate" in run_args.adopted and relayed is config and state == [False, False]
-    _, relayed, *state = find_as_monitor(config, "--learning_rate", "0.01", "--page", "https://example.org/mine")
+    assert "learning_rate" in names and relayed is config and state == [False, False]
+    _, relayed, *state, _ = find_as_monitor(config, "--learning_rate", "0.01", "--page", "https://example.org/mine")
     assert relayed is config and state == [False, False], "equal flags, and optional ones"
     with pytest.raises(UserError, match=r"--learning_rate is 0\.02 here and 0\.01 in run tree: drop the flag"):
         find_as_monitor(config, "--learning_rate", "0.02")
@@ -246,11 +242,11 @@ def test_monitor_whose_peers_do_not_answer(find_as_monitor, keys):
     """It continues with settings that these peers had before, and otherwise begins the run that its flags state."""
     with pytest.raises(TemporaryError, match="none of --initial_peers answers"):
         find_as_monitor(SILENCE)
-    _, config, *state = find_as_monitor(SILENCE, "--model_name_or_path", "albert-tiny")
+    _, config, *state, _ = find_as_monitor(SILENCE, "--model_name_or_path", "albert-tiny")
     assert config is None and state == [True, True]
     known = RunConfig.sign(SETTINGS, keys[0])
     find_as_monitor(known)
-    (_, run_args, peer_args), config, *state = find_as_monitor(SILENCE)
+    (_, run_args, peer_args), config, *state, _ = find_as_monitor(SILENCE)
     assert (peer_args.run_id, run_args.learning_rate) == ("tree", 0.01) and config == known and state == [False, True]
     with pytest.raises(UserError, match="--learning_rate"):
         find_as_monitor(SILENCE, "--learning_rate", "0.02")
@@ -267,7 +263,7 @@ def test_monitor_of_a_run_without_settings_states_them(find_as_monitor, tmp_path
     with pytest.raises(TemporaryError, match="publish no settings of a run; try again later, or pass --run_id"):
         find_as_monitor(None, "--learning_rate", "0.02")
     words = [word.replace("FILE", str(tmp_path / "run.yaml")) for word in words]
-    (*_, peer_args), config, *state = find_as_monitor(None, *words)
+    (*_, peer_args), config, *state, _ = find_as_monitor(None, *words)
     assert (peer_args.run_id, config) == ("own", None) and state == [is_organiser, False]
 
 
@@ -275,9 +271,9 @@ def test_organisers_own_monitor_may_change_what_it_stated(find_as_monitor, tmp_p
     key = load_identity(tmp_path / "identity.key")
     config = RunConfig.sign(SETTINGS, key)
     (tmp_path / "run.yaml").write_text("run_id: tree\nlearning_rate: 0.02\n", encoding="utf-8")
-    (_, run_args, _), own, *state = find_as_monitor(config, "--run_config", str(tmp_path / "run.yaml"))
+    (_, run_args, _), own, *state, _ = find_as_monitor(config, "--run_config", str(tmp_path / "run.yaml"))
     assert run_args.learning_rate == 0.02 and not run_args.local_updates and own is None and state == [True, False]
-    (_, run_args, _), own, *state = find_as_monitor(config)
+    (_, run_args, _), own, *state, _ = find_as_monitor(config)
     assert run_args.learning_rate == 0.01 and run_args.local_updates and own is config and state == [False, False]
 
 
@@ -303,12 +299,12 @@ def test_trainer_without_initial_peers_is_the_organiser(keys, adopt, caplog):
     peer = SimpleNamespace(private_key=keys[0])
     words = ["--run_id", "tree", "--learning_rate", "0.01", "--dataset_url", "https://example.org/data.tar.gz"]
     line = parse(*words)
-    config = RunConfigRelay.of_run(peer, line.arguments, TrainerArguments(*line.arguments).collaboration).config
-    *_, taken, _ = adopt(config)
+    config = RunConfigRelay.of_run(peer, TrainerOptions(*line.arguments, NOTHING)).config
+    *_, taken, _ = adopt(config).arguments
     assert config.organiser == id_of(keys[0]) and taken.run_id == "tree"
     refuse_differences(config, line.arguments)
     line = parse(*words[:-1], "https://me:hunter2@example.org/data.tar.gz")
-    assert RunConfigRelay.of_run(peer, line.arguments, TrainerArguments(*line.arguments).collaboration).config is None
+    assert RunConfigRelay.of_run(peer, TrainerOptions(*line.arguments, NOTHING)).config is None
     assert "Newcomers need the flags of this trainer" in caplog.text and "hunter2" not in caplog.text
 
 
@@ -408,8 +404,8 @@ def test_each_flag_of_the_run_is_published_and_fits_into_a_record(keys):
                   if hasattr(args, name)}  # fmt: skip
     assert everything.keys() == set(run_config.SETTINGS)
     everything[run_config.TASK] = "0" * 64
-    of_the_run = (HyperparameterArguments, ModelArguments, OptimizerArguments)
-    local = {"task", "tokenizer_path", "cache_dir", "load_state_timeout"}
+    of_the_run = (Hyperparameters, ModelArguments, StepSettings)
+    local = {"task", "tokenizer_path", "cache_dir"}
     flags = {option.name for dataclass_type in of_the_run for option in dataclasses.fields(dataclass_type)}
     assert flags == (run_config.SETTINGS - find_settings([BaseTrainingArguments]) - {run_config.TASK}) | local
     large = {"dataset_url": "https://example.org/" + "x" * 200, "model_name_or_path": "configs/albert-large-v2.json"}

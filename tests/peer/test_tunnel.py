@@ -11,7 +11,7 @@ from pathlib import Path
 import ngrok
 import pytest
 
-from cotrain.arguments import BaseTrainingArguments
+from arguments import BaseTrainingArguments
 from cotrain.common.errors import TemporaryError, UserError
 from cotrain.peer import tunnel
 from cotrain.peer.addresses import get_free_port

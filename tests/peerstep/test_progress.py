@@ -12,7 +12,7 @@ from hivemind.utils import MSGPackSerializer
 from hivemind.utils.mpfuture import MPFuture
 from hivemind.utils.timed_storage import ValueWithExpiration
 
-from cotrain.arguments import ProgressTrackerArguments
+from arguments import ProgressTrackerArguments
 from peerstep import other_trainers as others_module
 from peerstep import progress as progress_module
 from peerstep import view as view_module

@@ -12,7 +12,7 @@ import torch
 from hivemind.proto.averaging_pb2 import DownloadData
 from hivemind.utils import MSGPackSerializer
 
-from cotrain.arguments import HyperparameterArguments
+from cotrain.settings import Hyperparameters
 from cotrain.training.builders import (
     build_local_optimizer,
     build_param_groups,
@@ -297,7 +297,7 @@ def test_small_second_moments_survive_the_transfer(optimizer, second_moment, mom
         flat([values[second_moment] for values in averager.optimizer.state.values()]) for averager in (donor, newcomer)
     )
     assert (received >= 0).all()
-    divisors = [moment.sqrt() + HyperparameterArguments.adam_epsilon for moment in (sent, received)]
+    divisors = [moment.sqrt() + Hyperparameters.adam_epsilon for moment in (sent, received)]
     error = (divisors[1] / divisors[0] - 1).abs()
     assert error.max() < (1e-4 if compression == "none" else 0.05)
     assert error.mean() < 0.005

@@ -4,8 +4,8 @@ import contextlib
 
 from peft import AutoPeftModelForCausalLM
 
-from cotrain.arguments import BASE_FOLDER
 from cotrain.data.archive import file_sha256
+from cotrain.settings import BASE_FOLDER
 from cotrain.training.checkpoints import list_checkpoints
 from tests.support.peers import ALTERED, LOCAL, Script, Scripts, prepare_data, read_jsonl, reserve_maddr, served
 from tests.training.test_adapters import VOCAB_SIZE, make_base, tokens

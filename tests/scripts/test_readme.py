@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from transformers.hf_argparser import HfArgumentParser
 
-from cotrain.arguments import TRAINER_ARGUMENTS
+from arguments import TRAINER_ARGUMENTS
 from cotrain.common.errors import ORGANISER_MODULES
 from cotrain.peer.run_config import COMMON_SETTINGS
 from tests.support.messages import is_printed

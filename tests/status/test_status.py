@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cotrain.arguments import CollaborationArguments
+from arguments import CollaborationArguments
 from cotrain.common.errors import UserError
 from cotrain.common.run_folder import claim_folder, find_run
 from cotrain.status.loss_meter import LossMeter

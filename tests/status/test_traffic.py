@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cotrain.arguments import CollaborationArguments
+from arguments import CollaborationArguments
 from cotrain.common.flags import ArgumentsError
 from cotrain.status import traffic
 from cotrain.status.traffic import TrafficMeter

@@ -11,14 +11,14 @@ import torch
 from hivemind.utils.timed_storage import ValueWithExpiration
 from transformers import PretrainedConfig
 
-from cotrain.arguments import (
+from arguments import (
     CollaborationArguments,
     DatasetArguments,
     LocalTrainingArguments,
     ModelArguments,
     ProgressTrackerArguments,
-    TrainerArguments,
 )
+from cotrain.options import NOTHING, TrainerOptions
 from cotrain.task import Task
 from cotrain.tasks.text import TextTask
 from cotrain.training.checkpoints import SavedState
@@ -97,7 +97,7 @@ class FakeTracker:
 def make_text_task(config: PretrainedConfig, tokenizer: object | None = None) -> TextTask:
     """Make the task of a model, without data."""
     tokenizer = SimpleNamespace(pad_token="[PAD]", init_kwargs={}) if tokenizer is None else tokenizer
-    return TextTask(ModelArguments(), tokenizer, config)
+    return TextTask(ModelArguments(), NOTHING, tokenizer, config)
 
 
 class FakeTask(Task):
@@ -107,16 +107,16 @@ class FakeTask(Task):
         return collate(samples)
 
 
-def make_arguments(folder: Path, training: dict | None = None, **options) -> TrainerArguments:
+def make_arguments(folder: Path, training: dict | None = None, **options) -> TrainerOptions:
     """Build the arguments of a trainer of an output folder.
 
     :param training: of LocalTrainingArguments
     :param options: of CollaborationArguments
     """
     local = {"output_dir": str(folder), "dataloader_num_workers": 0, "disable_tqdm": True, **(training or {})}
-    return TrainerArguments(
+    return TrainerOptions(
         LocalTrainingArguments(**local), DatasetArguments(), CollaborationArguments(**options),
-        ProgressTrackerArguments(),
+        ProgressTrackerArguments(), NOTHING,
     )  # fmt: skip
 
 

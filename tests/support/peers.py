@@ -18,13 +18,8 @@ from pathlib import Path
 
 import psutil
 
-from cotrain.arguments import (
-    BaseTrainingArguments,
-    CollaborationArguments,
-    LocalTrainingArguments,
-    ProgressTrackerArguments,
-    TrainerArguments,
-)
+from arguments import BaseTrainingArguments, CollaborationArguments, LocalTrainingArguments, ProgressTrackerArguments
+from cotrain.options import NOTHING, TrainerOptions
 from tests.support.launcher import ENVIRONMENT, PYTHON, ROOT, Launcher, end_with_parent
 
 LOCAL = "/ip4/127.0.0.1/tcp/0"
@@ -393,11 +388,12 @@ def build_trainers_optimizer(model, peer, batch_size_per_step: int, tracker=None
 
     known = LocalTrainingArguments.__dataclass_fields__
     training = {name: flags.pop(name) for name in list(flags) if name in known}
-    args = TrainerArguments(
+    args = TrainerOptions(
         LocalTrainingArguments(**{"output_dir": tempfile.gettempdir(), **training}),
         None,
         CollaborationArguments(**{"run_id": "run", **flags}),
         ProgressTrackerArguments(**tracker or {}),
+        NOTHING,
     )
     return build_optimizer(model, peer, batch_size_per_step, args)
 

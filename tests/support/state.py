@@ -8,7 +8,7 @@ from hivemind.proto.averaging_pb2 import DownloadData
 from hivemind.utils import MSGPackSerializer
 from transformers import AlbertConfig
 
-from cotrain.arguments import HyperparameterArguments
+from cotrain.settings import Hyperparameters
 from cotrain.training.builders import (
     build_local_optimizer,
     build_param_groups,
@@ -23,15 +23,15 @@ from tests.support.peers import TINY_ALBERT
 CONFIG = AlbertConfig(vocab_size=1000, **{name: value for name, value in TINY_ALBERT.items() if name != "model_type"})
 
 
-def arguments(**options) -> HyperparameterArguments:
-    return HyperparameterArguments(**{"learning_rate": 0.01, "warmup_steps": 0, "total_steps": 1000, **options})
+def arguments(**options) -> Hyperparameters:
+    return Hyperparameters(**{"learning_rate": 0.01, "warmup_steps": 0, "total_steps": 1000, **options})
 
 
 def build_averager(
     model: torch.nn.Module,
     peer,
     prefix: str,
-    hyperparameter_args: HyperparameterArguments | None = None,
+    hyperparameter_args: Hyperparameters | None = None,
     compression: str = "none",
     offload_optimizer: bool = True,
     optimizer: Callable | None = None,

@@ -7,13 +7,14 @@ import pytest
 import torch
 from datasets import Dataset
 
-from cotrain.arguments import ModelArguments
+from arguments import ModelArguments
 from cotrain.data.conversations import encode_conversation, read_conversations, set_end_of_turn
 from cotrain.data.packing import SCHEMAS, pack_conversations
 from cotrain.data.sampler import PeerSampler
 from cotrain.models.model import get_objective, initialize_model, load_config
 from cotrain.models.objectives import OBJECTIVES
 from cotrain.monitoring.samples import build_pipeline, check_text, complete, continue_text
+from cotrain.options import NOTHING
 from cotrain.status.loss_meter import LossMeter
 from cotrain.tasks.text import TextTask, keeps_apart, match_answers
 from cotrain.training.loop import TrainingLoop
@@ -39,7 +40,7 @@ def build(name: str, length: int = 120, **more) -> tuple[TextTask, Dataset]:
     model_type, fields = TYPES[name]
     sizes = {"n_positions": 256} if model_type == "gpt2" else {"max_position_embeddings": 256}
     args = ModelArguments(json.dumps({**fields, **sizes, **more, "model_type": model_type}))
-    task = TextTask(args, tokenizer, load_config(args, tokenizer))
+    task = TextTask(args, NOTHING, tokenizer, load_config(args, NOTHING, tokenizer))
     encoded = [encode_conversation(x, tokenizer) for x in read_conversations("f", ROWS)]
     samples = [{key: sample[key] for key in SCHEMAS["chat"].names} for sample in pack_conversations(encoded, length)]
     return task, Dataset.from_list(samples).with_format(None)
@@ -83,7 +84,7 @@ def test_a_base_model_with_adapters_is_tried_too():
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu", "meta"} and not task.is_packed
     task.has_weights = True
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cotrain.tasks.text.load_pretrained", lambda config, args: initialize_model(config))
+        patch.setattr("cotrain.tasks.text.load_pretrained", lambda config, **_: initialize_model(config))
         model = task.build_model()
     assert task.is_packed and task.compute_loss(model, task.collate(list(samples))) > 0
 
@@ -188,10 +189,10 @@ def test_the_tokenizer_decides_what_a_causal_model_is_trained_for():
     assert config.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
     for stated, objective in (("chat", "chat"), ("clm", "clm"), (None, "clm"), ("mlm", "clm")):
         tokenizer.init_kwargs["objective"] = stated
-        assert get_objective(load_config(task.args, tokenizer), tokenizer) == objective
+        assert get_objective(load_config(task.args, NOTHING, tokenizer), tokenizer) == objective
     args = ModelArguments(json.dumps({**SIZES, "model_type": "bert", "max_position_embeddings": 64}))
     tokenizer.init_kwargs["objective"] = "chat"
-    config = load_config(args, tokenizer)
+    config = load_config(args, NOTHING, tokenizer)
     assert config.architectures == ["BertLMHeadModel"] and config.is_decoder
 
 

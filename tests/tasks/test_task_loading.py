@@ -8,8 +8,8 @@ import torch
 
 import run_trainer
 import run_training_monitor
+from arguments import ModelArguments
 from cotrain import Task
-from cotrain.arguments import ModelArguments
 from cotrain.common.errors import UserError, describe, run_script
 from cotrain.monitoring.samples import open_completer
 from cotrain.tasks.task_loading import build_initial_model, load_samples, read_task

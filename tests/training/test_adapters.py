@@ -16,7 +16,7 @@ from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel
 
-from cotrain.arguments import DatasetArguments, ModelArguments
+from arguments import DatasetArguments, ModelArguments
 from cotrain.common.errors import UserError
 from cotrain.models import model as models
 from cotrain.models.adapters import add_adapters
@@ -24,6 +24,7 @@ from cotrain.models.model import build_without_weights, enable_gradient_checkpoi
 from cotrain.models.pretrained import digest_weights, load_pretrained
 from cotrain.monitoring.evaluation import Evaluator
 from cotrain.monitoring.export import export
+from cotrain.options import NOTHING, Adopted
 from cotrain.tasks.task_loading import build_initial_model, load_task
 from cotrain.training.builders import build_param_groups
 from cotrain.training.pretrained import find_checkpoint, load_checkpoint
@@ -62,8 +63,8 @@ def arguments(prepared: Path, name: object, **flags) -> DatasetArguments:
     return DatasetArguments(model_name_or_path=str(name), **folders, **flags)
 
 
-def build(args: ModelArguments, has_weights: bool = True):
-    return build_initial_model(load_task(args, has_weights=has_weights), "run")
+def build(args: ModelArguments, has_weights: bool = True, adopted: Adopted = NOTHING):
+    return build_initial_model(load_task(args, adopted, has_weights=has_weights), "run")
 
 
 def tokens(size: int = 2, length: int = 16) -> torch.Tensor:
@@ -101,7 +102,7 @@ def test_checkpoint_of_a_monitor_without_the_base_is_the_trainers_model(prepared
     args = arguments(prepared, base, lora_alpha=12)
     trainer = build(args)
     change(trainer)
-    task = load_task(args)
+    task = load_task(args, NOTHING)
     monitor = build_initial_model(task, "run")
     assert all(parameter.is_meta != parameter.requires_grad for parameter in monitor.parameters())
     for groups in zip(build_param_groups(monitor, 0.01), build_param_groups(trainer, 0.01), strict=True):
@@ -125,22 +126,22 @@ def test_checkpoint_of_a_monitor_without_the_base_is_the_trainers_model(prepared
 def test_monitor_of_a_large_base_needs_no_memory_for_it(prepared, monkeypatch):
     monkeypatch.setattr(models.psutil, "virtual_memory", lambda: SimpleNamespace(total=100_000))
     with pytest.raises(UserError, match="the weights of the model takes"):
-        load_task(arguments(prepared, "smollm2-135m", lora_rank=None))
-    task = load_task(arguments(prepared, "smollm2-135m"))
+        load_task(arguments(prepared, "smollm2-135m", lora_rank=None), NOTHING)
+    task = load_task(arguments(prepared, "smollm2-135m"), NOTHING)
     assert sum(p.numel() for p in build_initial_model(task, "run").parameters() if p.requires_grad) < 1_500_000
 
 
 def test_other_weights_have_another_digest(prepared, base, tmp_path):
-    digest = digest_weights(arguments(prepared, base))
+    digest = digest_weights(arguments(prepared, base), NOTHING)
     resharded = make_base(tmp_path / "resharded", max_shard_size="50KB")
     assert len(list(resharded.glob("*.safetensors"))) > 2
     save_file({"x": torch.zeros(1)}, resharded / "model.fp16.safetensors")  # another precision, downloaded before
-    assert digest_weights(arguments(prepared, resharded)) == digest
-    assert digest_weights(arguments(prepared, make_base(tmp_path / "other", seed=1))) != digest
+    assert digest_weights(arguments(prepared, resharded), NOTHING) == digest
+    assert digest_weights(arguments(prepared, make_base(tmp_path / "other", seed=1)), NOTHING) != digest
     for content in ("{", "[]", '{"weight_map": {"x": 1}}', '{"weight_map": {"x": "../model.safetensors"}}'):
         (resharded / "model.safetensors.index.json").write_text(content, encoding="utf-8")
         with pytest.raises(UserError, match="index.json' is damaged"):
-            digest_weights(arguments(prepared, resharded))
+            digest_weights(arguments(prepared, resharded), NOTHING)
 
 
 def test_frozen_parameters_of_a_task_keep_their_precision():
@@ -165,7 +166,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(prepared, base):
 
 def test_evaluator_does_not_copy_a_frozen_base(prepared, base, monkeypatch):
     args = arguments(prepared, base)
-    task, model, seen = load_task(args, has_weights=True), build(args), []
+    task, model, seen = load_task(args, NOTHING, has_weights=True), build(args), []
     options = SimpleNamespace(max_eval_samples=2, per_device_eval_batch_size=2, use_cpu=True, disable_tqdm=True)
     evaluate = task.evaluate
     monkeypatch.setattr(task, "evaluate", lambda model, batch: (seen.append(model), evaluate(model, batch))[1])
@@ -182,11 +183,11 @@ def test_all_is_read_from_one_commit(prepared, base, tmp_path, monkeypatch):
     (repository / "refs").mkdir()
     (repository / "refs/main").write_text("abc123", encoding="utf-8")
     args = arguments(prepared, "me/model", cache_dir=str(tmp_path / "cache"))
-    args.adopted = {"model_name_or_path"}
     assert args.from_pretrained
-    model = build(args)
-    assert args.model_revision == "abc123" and len(digest_weights(args)) == 16
-    load_task(args).save_pretrained(model, tmp_path / "saved")
+    adopted = Adopted(frozenset({"model_name_or_path"}))
+    model = build(args, adopted=adopted)
+    assert args.model_revision == "abc123" and len(digest_weights(args, adopted)) == 16
+    load_task(args, adopted).save_pretrained(model, tmp_path / "saved")
     saved = json.loads((tmp_path / "saved/adapter_config.json").read_text(encoding="utf-8"))
     assert (saved["base_model_name_or_path"], saved["revision"]) == ("me/model", "abc123")
 
@@ -203,9 +204,9 @@ def test_hub_says_in_one_line_why_weights_are_not_given(prepared, base, monkeypa
     error.__cause__ = kind("refused", response=SimpleNamespace(status_code=403, headers={}, request=None))
     config, fail = LlamaConfig.from_pretrained(base), Mock(side_effect=error)
     args = arguments(prepared, "me/model", model_revision="abc")
-    args.adopted = {"model_name_or_path"}
+    adopted = Adopted(frozenset({"model_name_or_path"}))
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", fail)
-    for ask in (partial(load_pretrained, config, args), partial(load_task, args)):
+    for ask in (partial(load_pretrained, config, args, adopted), partial(load_task, args, adopted)):
         with pytest.raises(UserError, match=line) as refused:
             ask()
         assert "\n" not in str(refused.value)
@@ -213,7 +214,7 @@ def test_hub_says_in_one_line_why_weights_are_not_given(prepared, base, monkeypa
 
 def save(args: ModelArguments, folder: Path) -> Path:
     """Save a checkpoint with new adapters."""
-    load_task(args).save_pretrained(build(args), folder)
+    load_task(args, NOTHING).save_pretrained(build(args), folder)
     return folder
 
 
@@ -240,7 +241,7 @@ def test_quantized_base_is_refused(prepared, base, has_weights):
     change_fields(base / "config.json", quantization_config=quantization)
     with pytest.raises(UserError, match=r"--model_name_or_path: the weights of '.*' are quantized: pass"):
         build(arguments(prepared, base), has_weights=has_weights)
-    load_task(arguments(prepared, base, lora_rank=None))  # its shape alone
+    load_task(arguments(prepared, base, lora_rank=None), NOTHING)  # its shape alone
 
 
 def test_adapters_whose_base_is_elsewhere_say_so(prepared, base, tmp_path):
@@ -332,7 +333,11 @@ def test_a_base_in_4_bits_learns_on_a_gpu(base):
     pytest.importorskip("bitsandbytes")
     config = LlamaConfig.from_pretrained(base, architectures=["LlamaForCausalLM"])
     args = DatasetArguments(model_name_or_path=str(base), dataset_path="none", lora_rank=4, load_in_4bit=True)
-    model = add_adapters(load_pretrained(config, args), args, SimpleNamespace(chat_template=None)).to("cuda:0").train()
+    model = (
+        add_adapters(load_pretrained(config, args, NOTHING), args, SimpleNamespace(chat_template=None))
+        .to("cuda:0")
+        .train()
+    )
     optimizer, losses = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.01), []
     for _ in range(10):
         with torch.autocast("cuda", dtype=torch.bfloat16):

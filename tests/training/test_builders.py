@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch_optimizer import Lamb
 
-from cotrain.arguments import LocalTrainingArguments
+from arguments import LocalTrainingArguments
 from cotrain.training.builders import build_local_optimizer
 from cotrain.training.lamb import ForeachLamb
 from peerstep.optimizer_state import build_with_statistics

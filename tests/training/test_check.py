@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from cotrain.arguments import CollaborationArguments, LocalTrainingArguments
+from arguments import CollaborationArguments, LocalTrainingArguments
 from cotrain.common.errors import UserError
 from cotrain.training import check
 from cotrain.training.check import (

@@ -12,17 +12,19 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForPreTraining, AutoTokenizer
 
-from cotrain.arguments import ModelArguments
+from arguments import ModelArguments
 from cotrain.common.errors import UserError
 from cotrain.data.tokenizers import load_tokenizer
 from cotrain.models.model import load_config
 from cotrain.models.pretrained import load_pretrained
+from cotrain.options import NOTHING, Adopted
 from cotrain.tasks import task_loading as tasks
 from cotrain.training.checkpoints import list_checkpoints
 from tests.support.models import build_model
 from tests.support.peers import LONG_STEPS, TINY_CONFIGS, Scripts, join_together, local_peer, prepare_data
 
 VOCAB_SIZE = 600
+CHOSEN = Adopted(frozenset({"model_name_or_path"}))
 COMMON = (*LONG_STEPS, "--max_global_steps", 2, "--optimizer", "adamw", "--learning_rate", 1e-3,
           "--logging_steps", 1000, "--leave_timeout", 0)  # fmt: skip
 
@@ -61,7 +63,7 @@ def test_two_peers_train_a_causal_model(tmp_path, launcher):
 def pretrained(data, tmp_path):
     """Return a folder with a model whose weights differ from the initial weights of a run."""
     args = ModelArguments(model_name_or_path=str(data / "config.json"), tokenizer_path=str(data / "tokenizer"))
-    model = build_model(load_config(args, load_tokenizer(args.tokenizer_path)), "another run")
+    model = build_model(load_config(args, NOTHING, load_tokenizer(args.tokenizer_path)), "another run")
     model.save_pretrained(tmp_path / "pretrained")
     return tmp_path / "pretrained"
 
@@ -69,7 +71,7 @@ def pretrained(data, tmp_path):
 def build(data, path, run_id: str = "run") -> dict[str, torch.Tensor]:
     """Build a trainer's model from the weights at a path, and return its state."""
     args = ModelArguments(str(path), from_pretrained=True, tokenizer_path=str(data / "tokenizer"))
-    return tasks.build_initial_model(tasks.load_task(args, has_weights=True), run_id).state_dict()
+    return tasks.build_initial_model(tasks.load_task(args, NOTHING, has_weights=True), run_id).state_dict()
 
 
 def test_pretrained_weights_are_loaded(data, pretrained):
@@ -89,22 +91,21 @@ def test_a_run_gives_weights_in_safetensors_only(data, pretrained, tmp_path, mon
     (tmp_path / "cache/models--me--model/refs/main").write_text("a", encoding="utf-8")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     args = ModelArguments("me/model", from_pretrained=True, tokenizer_path=str(data / "tokenizer"), cache_dir="cache")
-    args.adopted = {"model_name_or_path"} if chosen_by_the_run else set()
-    task = tasks.load_task(args, has_weights=True)
+    adopted = CHOSEN if chosen_by_the_run else NOTHING
+    task = tasks.load_task(args, adopted, has_weights=True)
     with pytest.raises(UserError, match="no weights") if chosen_by_the_run else contextlib.nullcontext():
         tasks.build_initial_model(task, "run")
     shutil.copytree(pretrained, "me/model")  # as the data of a run might
     with pytest.raises(UserError, match="is a path on this") if chosen_by_the_run else contextlib.nullcontext():
-        tasks.load_task(args, has_weights=True)
+        tasks.load_task(args, adopted, has_weights=True)
 
 
 def test_a_run_gives_weights_of_at_most_20_gb(monkeypatch):
     files = [SimpleNamespace(rfilename="a/x.safetensors", size=15_000_000_000)] * 2
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: SimpleNamespace(siblings=files))
     args = ModelArguments("me/model", from_pretrained=True)
-    args.adopted = {"model_name_or_path"}
     with pytest.raises(UserError, match="'me/model' have 30 GB"):
-        load_pretrained(None, args)
+        load_pretrained(None, args, CHOSEN)
 
 
 def test_layers_without_pretrained_weights_are_the_same_on_each_peer(data, pretrained, tmp_path):

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import TensorDataset
 from transformers import TrainingArguments
 
-from cotrain.arguments import LocalTrainingArguments
+from arguments import LocalTrainingArguments
 from cotrain.common.errors import UserError
 from cotrain.models.model import enable_gradient_checkpointing
 from cotrain.status.loss_meter import LossMeter

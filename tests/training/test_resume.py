@@ -12,8 +12,8 @@ from datasets import Dataset
 
 import run_custom_trainer
 import run_trainer
-from cotrain.arguments import TrainerArguments
 from cotrain.common.signals import StopSignal
+from cotrain.options import TrainerOptions
 from cotrain.status.status import read_status
 from cotrain.training import session, workload
 from cotrain.training.checkpoints import list_checkpoints
@@ -73,7 +73,7 @@ class Recorder(TrainingSession):
         return {entry.step: entry.loss / entry.mini_steps for entry in self.history}
 
 
-def run(patch: pytest.MonkeyPatch, script, peer, args: TrainerArguments, size: int, num_devices: int = 1) -> None:
+def run(patch: pytest.MonkeyPatch, script, peer, args: TrainerOptions, size: int, num_devices: int = 1) -> None:
     """Run a trainer script with a peer and some samples, on the CPU or on GPUs."""
     dataset = Dataset.from_dict({name: values.tolist() for name, values in make_batch(size=size).items()})
     device = torch.device("cpu" if args.training.use_cpu else "cuda")

@@ -8,13 +8,9 @@ import pytest
 import torch
 from hivemind.compression import CompressionBase, CompressionInfo, TensorRole
 
-from cotrain.arguments import (
-    CollaborationArguments,
-    LocalTrainingArguments,
-    ProgressTrackerArguments,
-    TrainerArguments,
-)
+from arguments import CollaborationArguments, LocalTrainingArguments, ProgressTrackerArguments
 from cotrain.common.errors import UserError
+from cotrain.options import NOTHING, TrainerOptions
 from cotrain.training import builders
 from cotrain.training.hf_trainer import build_training_arguments
 from peerstep import optimizer as optimizer_module
@@ -59,7 +55,7 @@ def built(monkeypatch) -> dict[str, ChainMap]:
     for name, local_updates in (("local", True), ("plain", False)):
         training = LocalTrainingArguments(**{**HYPERPARAMETERS, "local_updates": local_updates})
         collaboration = CollaborationArguments(run_id="run", **COLLABORATION)
-        args = TrainerArguments(training, None, collaboration, ProgressTrackerArguments(**TRACKER))
+        args = TrainerOptions(training, None, collaboration, ProgressTrackerArguments(**TRACKER), NOTHING)
         optimizer = builders.build_optimizer(model, FAKE_PEER, 8, args)
         parts = optimizer, optimizer.coordinator, optimizer.steps, optimizer.state_averager, optimizer.grad_averager
         more = {"max_norm": optimizer.accumulator.max_norm, "training": optimizer.accumulator}
@@ -163,6 +159,8 @@ def test_local_flags_reach_transformers(tmp_path):
 
 def test_trainer_with_sparse_gradients_ends_with_one_line():
     args = CollaborationArguments(run_id="run", gradient_compression="topk")
-    args = TrainerArguments(LocalTrainingArguments(output_dir="outputs"), None, args, ProgressTrackerArguments())
+    args = TrainerOptions(
+        LocalTrainingArguments(output_dir="outputs"), None, args, ProgressTrackerArguments(), NOTHING
+    )
     with pytest.raises(UserError, match="--gradient_compression topk also needs --local_updates"):
         builders.build_optimizer(torch.nn.Linear(2, 2), FAKE_PEER, 8, args)

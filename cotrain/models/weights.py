@@ -1,0 +1,18 @@
+"""Names of the files with a model's weights."""
+
+import json
+from pathlib import Path
+
+from cotrain.common.flags import ArgumentsError
+
+
+def weight_files(folder: Path) -> list[str]:
+    """Return the names of the safetensors files of the model in a folder; ArgumentsError if its index is damaged."""
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").is_file() or not index.is_file():
+        return ["model.safetensors"]
+    try:
+        names = sorted({*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+        return [index.with_name(name).name for name in names]  # raises ValueError for what is in another folder
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ArgumentsError(f"'{index}' is damaged, or no index of files beside it; copy the model again") from None
