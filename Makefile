@@ -37,7 +37,7 @@ soak: .venv/installed-dev  ## Run for half an hour: an evening with faults and a
 	.venv/bin/python -W ignore benchmarks/home_evening.py --attacks --minutes 60
 	.venv/bin/python -W ignore tests/support/soak.py --steps 500
 
-bench: .venv/installed-dev  ## Measure on this machine, in about 20 minutes; docs/tested.md lists all benchmarks
+bench: .venv/installed-dev  ## Measure on this machine, in about 20 minutes; benchmarks/RESULTS.md lists them
 	$(BENCH)/preparation.py --repeat 1
 	$(BENCH)/preparation.py --start
 	$(BENCH)/overhead.py --repeat 1

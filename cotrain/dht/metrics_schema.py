@@ -2,7 +2,7 @@
 
 Each metric is declared once, as a field of `LocalMetrics`. The DHT's validators, the columns of the history, the
 monitor's parser and aggregation, and the records of metrics.jsonl and the dashboards derive from the declaration.
-docs/adding-a-metric.md shows how to add a metric. This module imports neither hivemind nor torch.
+CONTRIBUTING.md shows how to add a metric. This module imports neither hivemind nor torch.
 """
 
 from dataclasses import dataclass
