@@ -165,17 +165,36 @@ def test_targets_and_files_exist():
         assert not missing, (page, missing)
 
 
+def anchors_of(page: Path) -> set[str]:
+    headings = re.findall(
+        r"^#+ (.+)$", page.read_text(encoding="utf-8", errors="replace"), re.MULTILINE
+    )  # or a picture
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_links_lead_somewhere():
-    for page in [*(page for page in PAGES if page.suffix != ".sh"), ROOT / "benchmarks" / "RESULTS.md"]:
+    others = (ROOT / name for name in ("CHANGELOG.md", "benchmarks/RESULTS.md", "peerstep/README.md"))
+    for page in [*(page for page in PAGES if page.suffix != ".sh"), *others]:
         for link in re.findall(r"\]\((?!https?://)([^)]+)\)", read_page(page)):
             path, _, anchor = link.partition("#")
             target = (page.parent / path) if path else page
             assert target.exists(), (page, link)
-            headings = re.findall(
-                r"^#+ (.+)$", target.read_text(encoding="utf-8", errors="replace"), re.MULTILINE
-            )  # or a picture
-            anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
-            assert not anchor or anchor in anchors, (page, link)
+            assert not anchor or anchor in anchors_of(target), (page, link)
+
+
+def test_pages_that_code_names_exist():
+    """Docstrings, help texts and messages name pages by their path, with an anchor or without."""
+    files = [path for path in ROOT.glob("*") if path.suffix in (".py", "") and path.is_file()]
+    for folder in ("cotrain", "peerstep", "tests", "benchmarks", "configs", "deploy", "examples"):
+        files += [path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".yaml", ".sh", ".service")]
+    named = [
+        (path, page, anchor)
+        for path in files
+        for page, anchor in re.findall(r"\b(docs/[\w-]+\.md)(?:#([\w-]+))?", path.read_text(encoding="utf-8"))
+    ]
+    assert len(named) > 20
+    for path, page, anchor in named:
+        assert (ROOT / page).exists() and (not anchor or anchor in anchors_of(ROOT / page)), (path, page, anchor)
 
 
 def read_table(page: str, heading: str) -> list[str]:
