@@ -4,6 +4,7 @@ import codecs
 import contextlib
 import glob
 import mimetypes
+import os
 import platform
 import re
 import shutil
@@ -77,7 +78,10 @@ def open_splits(name: str, splits: dict[str, list[Path]], column: Column, encodi
     if num_empty := sum(len(paths) - len(used[split]) for split, paths in splits.items()):  # as __init__.py
         print(f"{name}: {num_empty} empty files are left out")
     splits = used
-    kinds = {_KINDS.get(_find_suffix(path), "text") for paths in splits.values() for path in paths}
+    if len(files := [str(path) for paths in splits.values() for path in paths]) > 1:
+        shown = ", ".join(os.path.relpath(path, os.path.commonpath(files)) for path in files[:3])
+        print(f"{name}: {len(files):,} files: {shown}{', …' * (len(files) > 3)}")
+    kinds = {_KINDS.get(_find_suffix(Path(path)), "text") for path in files}
     if len(kinds) > 1:
         raise UserError(f"'{name}' has files of several kinds; pass those of one kind, as in 'FOLDER/*.jsonl'")
     (kind,) = kinds

@@ -45,9 +45,19 @@ def _parse_line(line: str) -> Any:
 
 
 def read_csv(name: str, file: TextIO, separator: str) -> Iterator[dict]:
-    """Yield the rows of CSV as texts; pandas makes NA null, and 007 7. Values beyond the columns are those of None."""
+    """Yield the rows of CSV as texts; pandas makes NA null, and 007 7. Values beyond the columns are those of None.
+
+    :param separator: usual one. Another that divides the header into more columns is taken instead, and printed
+    """
     csv.field_size_limit(2**31 - 1)
-    reader = csv.reader(file, delimiter=separator)
+    lines = filter(str.strip, iter(file.readline, ""))
+    head = next(lines, "")
+    if head[:4].lower() == "sep=" and len(head.rstrip("\r\n")) == 5:  # a line for Excel
+        separator, head = head[4], next(lines, "")
+    found = max(separator, *",;\t|", key=lambda x: len(next(csv.reader([head], delimiter=x), "")))
+    if found != separator:
+        print(f"{name}: columns are separated by {found!r}, as in {head.strip():.60}")
+    reader = csv.reader(itertools.chain([head], file), delimiter=found)
     header, before, longest = next(reader, []), reader.line_num, (0, 0)
     for number, row in enumerate(filter(None, reader), 1):
         longest, before = max(longest, (reader.line_num - before, -number)), reader.line_num

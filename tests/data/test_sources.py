@@ -89,6 +89,10 @@ def write(folder: Path, files: dict[str, bytes]) -> None:
         ("t.csv", b"\xef\xbb\xbf" + CSV.encode()),
         ("t.csv.gz", gzip.compress(CSV.encode())),
         ("t.tsv", CSV.replace(",", "\t", 1).replace(',"', '\t"').encode()),
+        ("t.csv", CSV.replace(",", ";", 1).replace(',"', ';"').encode()),
+        ("t.csv", b"\r\n" + CSV.replace(",", "\t", 1).replace(',"', '\t"').encode()),
+        ("t.csv", b"sep=|\r\n" + CSV.replace(",", "|", 1).replace(',"', '|"').encode()),
+        ("t.tsv", CSV.encode()),
         ("t.parquet", to_parquet({"n": [1, 2, 3, 4], "text": DOCUMENTS})),
     ],
     ids=lambda value: value if isinstance(value, str) else "",  # gzip's bytes depend on the time
@@ -227,6 +231,7 @@ def test_a_file_is_a_document_as_it_is(tmp_path, capsys):
     write(tmp_path, {name: text.encode() for name, text in files.items()})
     assert read(tmp_path, "*", has_lines=False) == sorted([CODE, "\n\nx = 1", NOVEL])
     out = capsys.readouterr().out
+    assert "*: 3 files: a.py, b.py, c.md\n" in out
     assert "3 documents of train text, one in each file; if blank lines" in out and "--row_is line" in out
     assert "2 empty files are left out" in out
 
@@ -242,6 +247,15 @@ def test_of_a_single_document_the_end_or_the_beginning_is_held_out(tmp_path, see
     corpus = open_corpus(source, tmp_path / "out", 0.1, seed)
     (train,), (held_out,) = (next(iter(corpus[split])).read() for split in ("train", "validation"))
     assert text in (train + held_out, held_out + train) and 0.08 < len(held_out) / len(text) < 0.15
+
+
+@pytest.mark.parametrize("name", ["**/*.py", ""])
+def test_the_first_files_are_printed(tmp_path, capsys, name):
+    suffix = name[-3:] or ".txt"
+    write(tmp_path, {f"src/{part}/__init__{suffix}": b"x" for part in "abcd"})
+    read(tmp_path / "src", name)
+    init = f"__init__{suffix}"
+    assert f": 4 files: a/{init}, b/{init}, c/{init}, …\n" in capsys.readouterr().out
 
 
 def test_a_long_file_is_divided_at_line_ends(tmp_path, monkeypatch):
@@ -266,6 +280,13 @@ WORDS = ["NA", "null", "None", "nan", "N/A", "NULL", "true", "007", "1e5", "2020
 def test_words_of_a_csv_stay(tmp_path):
     write(tmp_path, {"t.csv": ("text\n" + "".join(f'"{x.replace(chr(34), chr(34) * 2)}"\n' for x in WORDS)).encode()})
     assert read(tmp_path, "t.csv") == sorted(WORDS)
+
+
+def test_the_separator_is_printed_if_it_is_not_the_usual_one(tmp_path, capsys):
+    write(tmp_path, {"a.csv": b"id;text, whole;x\n1;One, two;3,5\n2;b;4\n", "b.csv": b"text\na;b\nc;d\n"})
+    assert read(tmp_path, "a.csv", "text, whole") == ["One, two", "b"]
+    assert "a.csv: columns are separated by ';', as in id;text, whole;x" in capsys.readouterr().out
+    assert read(tmp_path, "b.csv") == ["a;b", "c;d"] and "separated" not in capsys.readouterr().out
 
 
 def test_a_quotation_mark_that_is_not_closed_is_named(tmp_path, capsys):
