@@ -1,6 +1,7 @@
 """Archive of the prepared data: one file that the organiser packs and hosts, and each volunteer unpacks.
 
-The same data gives the same archive, byte for byte. `unpack_archive` treats an archive as untrusted.
+The same data gives the same archive, byte for byte. `unpack_archive` treats an archive as untrusted. A large one has a
+head: the small files, with tokenizer and configurations, are first, and may be read alone.
 """
 
 import gzip
@@ -32,6 +33,8 @@ MAX_EXPANSION, MAX_UNPACKED = 20, 100e9  # of bytes; an archive of more than 20 
 MIN_LIMIT = 64 * 2**20
 MAX_MEMBERS, MAX_TOKENIZER_FILE = 10_000, 100e6  # the second in bytes: it is read into memory
 MAX_HEADER = 2**16  # bytes of a long name, which tarfile reads into memory
+LARGE = 1e9  # bytes of an archive, from which on its head may be read alone
+_LARGE_FILES = (".arrow", ".safetensors")
 SPARE_BYTES = 100 * 2**20  # left free on the disk
 
 # What gzip and tarfile raise for a damaged file
@@ -48,6 +51,8 @@ def write_archive(path: Path, folders: dict[str, Path]) -> str:
     named = ((f"{name}/{path.relative_to(folder).as_posix()}", path) for name, folder, path in paths)
     files = sorted(item for item in named if _locate(item[0]))
     num_bytes = sum(file.stat().st_size for _, file in files)
+    if num_bytes > LARGE:
+        files.sort(key=lambda item: (item[0].endswith(_LARGE_FILES), item))
     with (
         new_file(path) as temporary,
         # Neither the tar nor gzip's header contains times, owners or names of this machine.
@@ -92,10 +97,11 @@ class _Entry(tarfile.TarInfo):
         return entry
 
 
-def unpack_archive(path: Path, folders: dict[str, Path]) -> None:
+def unpack_archive(path: Path, folders: dict[str, Path], is_head: bool = False) -> None:
     """Unpack an archive made by `write_archive`; treat it as untrusted.
 
     :param folders: as for `write_archive`; entries that belong to none of them are not unpacked
+    :param is_head: stop before the first large file
     :raises ArchiveError: if the archive is damaged, has other names, links or devices, or unpacks to too much
     :raises UserError: if the disk has not enough free space
     """
@@ -107,6 +113,8 @@ def unpack_archive(path: Path, folders: dict[str, Path]) -> None:
             tarfile.open(mode="r|", fileobj=compressed, tarinfo=_Entry, errorlevel=1) as archive,
         ):
             for number, entry in enumerate(archive):
+                if is_head and entry.name.endswith(_LARGE_FILES):
+                    return
                 # Check the size first: to reach the next entry, tarfile reads through the content of this one.
                 num_bytes += entry.size
                 if entry.size < 0 or entry.sparse is not None:

@@ -1,7 +1,8 @@
 """Download of the prepared data from a web server: download, verify, and unpack the archive or a shard.
 
 With --dataset_sha256, an interrupted transfer resumes where it stopped, also after the script was stopped
-or killed. The partial archive is kept under a hidden name beside the dataset until it is unpacked.
+or killed. The partial archive is kept under a hidden name beside the dataset until it is unpacked. Of a large archive,
+a monitor receives the head alone.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from urllib3.util import Retry
 from cotrain.common.atomic_files import check_target, make_parent, new_file, new_folder
 from cotrain.common.errors import TemporaryError, UserError, first_line
 from cotrain.common.hosts import MAX_DOWNLOAD_BYTES, GuardedAdapter
-from cotrain.data.archive import DATASET, TOKENIZER, ArchiveError, check_space, file_sha256, unpack_archive
+from cotrain.data.archive import DATASET, LARGE, TOKENIZER, ArchiveError, check_space, file_sha256, unpack_archive
 from cotrain.data.archive_folders import (
     MARKS,
     RECEIPT,
@@ -36,17 +37,24 @@ from cotrain.data.archive_folders import (
 )
 from cotrain.data.loading import check_dataset, check_samples, open_samples
 from cotrain.data.manifest import Manifest, Shard
+from cotrain.models.weights import weight_files
 from cotrain.options import Adopted, DataOptions, ModelOptions
+from cotrain.settings import BASE_FOLDER
 
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT, SILENCE_TIMEOUT = 10.0, 30.0  # seconds; the second between two reads, not for the whole response
 MIN_SPEED, SPEED_WINDOW = 1000, 60.0  # bytes per second over this many seconds; a slower transfer is interrupted
 READ_BYTES = 2**20
+FIRST_LOOK = 4 * 2**20  # bytes of a large archive after which to look for its head; each later look is at four times
 PAUSES = (0, 2, 4, 8, 16)  # seconds between attempts in a row without new bytes
 MAX_RETRY_AFTER = 900.0  # seconds that a server may ask for before the next attempt
 MAX_TRIES = 100  # in total, even if each attempt receives some bytes
 TEMPORARY_TROUBLE = {408, 425, 429, 500, 502, 503, 504}
+
+
+class HeadUnpacked(Exception):
+    """The head of the archive is unpacked, and nothing else is needed."""
 
 
 class TransientError(Exception):
@@ -60,22 +68,23 @@ class TransientError(Exception):
         self.seconds = seconds
 
 
-def fetch_data(args: ModelOptions, adopted: Adopted, disable_tqdm: bool = False) -> None:
+def fetch_data(args: ModelOptions, adopted: Adopted, disable_tqdm: bool = False, has_weights: bool = False) -> None:
     """Download dataset, tokenizer and BASE_FOLDER from --dataset_url unless they exist. Folders are not changed.
 
     Folders of another archive are moved aside, see archive_folders.py.
 
     :param args: without a path for the dataset, which a monitor does not need, only the tokenizer is unpacked
+    :param has_weights: whether the weights in BASE_FOLDER are needed
     :raises UserError: if they are not available
     """
     if args.dataset_url is None:
         return
     places = find_folders(args)
     folder = next(iter(places.values()))[1].resolve()
-    if _find_missing(args) or any(find_foreign_archive(path, args) for _, path in places.values()):
+    if _find_missing(args, has_weights) or any(find_foreign_archive(path, args) for _, path in places.values()):
         make_parent(folder)
         try:
-            _fetch_alone(args, adopted, folder, disable_tqdm)
+            _fetch_alone(args, adopted, folder, disable_tqdm, has_weights)
         except OSError as error:
             error.filename = error.filename or str(folder.parent)  # a failed write does not say where
             raise
@@ -86,7 +95,7 @@ def fetch_data(args: ModelOptions, adopted: Adopted, disable_tqdm: bool = False)
         logger.warning(f"{what}: if it is not that of --dataset_url, stop and remove it")
 
 
-def _fetch_alone(args: ModelOptions, adopted: Adopted, folder: Path, disable_tqdm: bool) -> None:
+def _fetch_alone(args: ModelOptions, adopted: Adopted, folder: Path, disable_tqdm: bool, has_weights: bool) -> None:
     """Download what is missing, while no other process does. `folder`: that of the lock and of the partial archive."""
     lock = FileLock(folder.with_name(f".{folder.name}.lock"))  # ends with its process
     try:
@@ -96,26 +105,38 @@ def _fetch_alone(args: ModelOptions, adopted: Adopted, folder: Path, disable_tqd
         acquired = lock.acquire(poll_interval=0.5)
     with acquired:
         claim_folders(args)
-        if missing := _find_missing(args):
-            _fetch(args, adopted, missing, folder.with_name(f".{folder.name}.download"), disable_tqdm)
+        if missing := _find_missing(args, has_weights):
+            is_head = args.dataset_sha256 is not None and not (
+                DATASET in missing or (BASE_FOLDER in missing and has_weights)
+            )
+            _fetch(args, adopted, missing, folder.with_name(f".{folder.name}.download"), disable_tqdm, is_head)
         Path(lock.lock_file).unlink(missing_ok=True)  # later processes find the data
 
 
-def _find_missing(args: ModelOptions) -> dict[str, Path]:
+def _lacks_weights(folder: Path) -> bool:
+    """Whether a folder has the head of an archive with weights, without these."""
+    is_unpacked = all((folder / name).is_file() for name in (RECEIPT, MARKS[BASE_FOLDER]))
+    return is_unpacked and not all((folder / name).is_file() for name in weight_files(folder))
+
+
+def _find_missing(args: ModelOptions, has_weights: bool) -> dict[str, Path]:
     """Return the folders to unpack: name in the archive -> folder, the dataset first.
 
     :raises UserError: if a path is occupied by something else
     """
     missing = {}
     for name, (flag, folder) in find_folders(args).items():
-        if not (folder / MARKS[name]).is_file():
-            check_target(folder, f"--{flag}", replaceable=(MARKS[name],))
+        is_lacking = has_weights and name == BASE_FOLDER and _lacks_weights(folder)
+        if is_lacking or not (folder / MARKS[name]).is_file():
+            check_target(folder, f"--{flag}", is_lacking, replaceable=(MARKS[name],))
             missing[name] = folder
     return missing
 
 
-def _fetch(args: ModelOptions, adopted: Adopted, missing: dict[str, Path], path: Path, disable_tqdm: bool) -> None:
-    """Download the archive to `path`, verify it, and unpack the missing folders."""
+def _fetch(
+    args: ModelOptions, adopted: Adopted, missing: dict[str, Path], path: Path, disable_tqdm: bool, is_head: bool
+) -> None:
+    """Download the archive to `path`, verify it, and unpack the missing folders; `is_head`: the head is enough."""
 
     def check() -> None:
         for name, folder in folders.items():
@@ -127,10 +148,12 @@ def _fetch(args: ModelOptions, adopted: Adopted, missing: dict[str, Path], path:
     with contextlib.ExitStack() as stack:
         # The first folder entered is completed last: a complete dataset always has its tokenizer.
         folders = {
-            name: stack.enter_context(new_folder(folder, "--dataset_url", replaceable=(MARKS[name],)))
+            name: stack.enter_context(
+                new_folder(folder, "--dataset_url", _lacks_weights(folder), replaceable=(MARKS[name],))
+            )
             for name, folder in missing.items()
         }
-        digest = _Transfer(args, adopted, path, disable_tqdm=disable_tqdm).fetch(folders, check)
+        digest = _Transfer(args, adopted, path, disable_tqdm=disable_tqdm).fetch(folders, check, is_head)
         for folder in folders.values():
             write_receipt(folder, digest, public_address(args.dataset_url))
     logger.info(f"The data is in {' and '.join(map(str, missing.values()))}")
@@ -190,10 +213,24 @@ class _Transfer:
         for scheme in ("http://", "https://"):
             self.session.mount(scheme, GuardedAdapter(adopted.near if is_adopted else None))
 
-    def fetch(self, folders: dict[str, Path], check: Callable[[], None]) -> str:
-        """Download the archive, verify, unpack and check it; return its SHA-256."""
-        with self.session:
-            digest = self._download()
+    def fetch(self, folders: dict[str, Path], check: Callable[[], None], is_head: bool = False) -> str:
+        """Download the archive, or of a large one its head, verify, unpack and check it; return its SHA-256."""
+
+        def look_for_head() -> None:
+            with contextlib.suppress(ArchiveError):  # it ends too early, or an older version wrote it, without a head
+                unpack_archive(self.path, folders, is_head=True)
+                check()
+                raise HeadUnpacked
+
+        self.look_for_head = look_for_head if is_head else None
+        try:
+            with self.session:
+                digest = self._download()
+        except HeadUnpacked:
+            size = self.path.stat().st_size / 1e6
+            logger.info(f"The first {size:,.0f} MB have what is needed. Their SHA-256 is not known, so not compared")
+            self.path.unlink()
+            return self.expected or ""
         if self.expected is None:
             remedy = f"compare its SHA-256 with the organiser's, and pass it as --dataset_sha256: {digest}"
             logger.warning(f"Could not verify the archive at {self.address}: {remedy}")
@@ -290,14 +327,14 @@ class _Transfer:
         size = None if missing is None else start + missing
         verb = f"Resuming at {start / 1e6:,.1f} MB:" if start else "Downloading"
         logger.info(f"{verb} {self.address}{'' if size is None else f', {size / 1e6:,.1f} MB'}")
-        check_space(self.path.parent, missing or 0)
+        check_space(self.path.parent, (missing or 0) if self.look_for_head is None else 0)
         options = {"initial": start, "total": size, "unit": "B", "unit_scale": True}
         options["disable"] = self.disable_tqdm or None  # None: disabled unless the output is a terminal
         with (
             open(self.path, "ab" if start else "wb") as file,
             tqdm(desc="Downloading the data", **options) as progress,
         ):
-            since, received = time.monotonic(), 0
+            since, received, next_look = time.monotonic(), 0, FIRST_LOOK
             # Unlike `read`, `read1` does not wait for a full block: no received bytes are lost on an interruption.
             while block := body.read1(READ_BYTES, decode_content=False):
                 if max(size or 0, file.tell() + len(block)) > self.limit:
@@ -309,6 +346,10 @@ class _Transfer:
                 check_space(self.path.parent, len(block))
                 file.write(block)
                 progress.update(len(block))
+                if self.look_for_head is not None and (size or 0) > LARGE and file.tell() >= next_look:
+                    file.flush()
+                    self.look_for_head()
+                    next_look = 4 * file.tell()
                 received += len(block)
                 if (now := time.monotonic()) - since > SPEED_WINDOW:
                     if received < MIN_SPEED * SPEED_WINDOW:

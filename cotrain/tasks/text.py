@@ -36,7 +36,7 @@ def build_text_task(
     :param has_weights: begin with the weights of --from_pretrained; other peers than trainers download the state
     :raises UserError: if something is missing or does not fit
     """
-    fetch_data(args, adopted, disable_tqdm)
+    fetch_data(args, adopted, disable_tqdm, has_weights and args.from_pretrained)
     tokenizer = load_tokenizer(args.tokenizer_path)
     config = load_config(args, adopted, tokenizer)
     return TextTask(args, adopted, tokenizer, config, has_weights and args.from_pretrained)

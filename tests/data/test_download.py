@@ -46,6 +46,7 @@ from cotrain.data.packing import SCHEMAS
 from cotrain.data.preview import PREVIEW_NAME
 from cotrain.models.objectives import SPLITS
 from cotrain.options import NOTHING, Adopted
+from cotrain.settings import BASE_FOLDER
 from tests.support.peers import wait_until
 
 SECRET = "hunter2"
@@ -259,6 +260,78 @@ def test_a_monitor_downloads_the_tokenizer_alone(tmp_path, host, folders):
     assert found.pop(RECEIPT).decode().split() == [args.dataset_sha256, host.url]
     assert os.listdir(tmp_path) == ["tokenizer"] and found == contents(folders[TOKENIZER])
     assert host.requests == ["/data.tar.gz"]
+
+
+@pytest.fixture
+def large(host, folders, tmp_path_factory, monkeypatch) -> dict[str, Path]:
+    """Host an archive that counts as large, with a base; return its folders."""
+    base = tmp_path_factory.mktemp("base")
+    (base / "config.json").write_text("{}", encoding="utf-8")
+    (base / "model.safetensors").write_bytes(random.Random(0).randbytes(3_000_000))
+    monkeypatch.setattr(archive, "LARGE", 1e5)
+    monkeypatch.setattr(fetch, "LARGE", 1e5)
+    monkeypatch.setattr(fetch, "FIRST_LOOK", 1000)
+    monkeypatch.setattr(fetch, "READ_BYTES", 1000)
+    write_archive(host.archive, folders := {**folders, BASE_FOLDER: base})
+    return folders
+
+
+def open_monitor(host: Host, **options) -> ModelArguments:
+    digest = file_sha256(host.archive)
+    return ModelArguments(dataset_url=host.url, dataset_sha256=digest, tokenizer_path="data/tokenizer", **options)
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_monitor_reads_the_head_of_a_large_archive(tmp_path, host, large, monkeypatch, caplog, is_old):
+    monkeypatch.chdir(tmp_path)
+    caplog.set_level(logging.INFO)
+    if is_old:  # in the order of names
+        with monkeypatch.context() as context:
+            context.setattr(archive, "LARGE", 1e9)
+            write_archive(host.archive, large)
+    if not is_old:  # the archive needs not fit on the disk
+        monkeypatch.setattr(fetch, "check_space", lambda _, size: size < 10_000 or pytest.fail("no space"))
+    received = []
+    monkeypatch.setattr(fetch.tqdm, "update", lambda _, count: received.append(count))
+    args = open_monitor(host, model_name_or_path=BASE_FOLDER, lora_rank=4)
+    for _ in range(2):
+        fetch_data(args, NOTHING)
+    assert host.requests == ["/data.tar.gz"]
+    assert sum(received) > 3_000_000 if is_old else sum(received) < 500_000
+    assert ("not compared" in caplog.text) != is_old
+    assert sorted(os.listdir("data")) == ["model", "tokenizer"]
+    found = contents(tmp_path / "data/tokenizer")
+    assert found.pop(RECEIPT).decode().split() == [args.dataset_sha256, host.url]
+    assert found == contents(large[TOKENIZER])
+    assert (tmp_path / "data/model/model.safetensors").exists() == is_old
+    monkeypatch.setattr(fetch, "check_space", archive.check_space)
+    # A trainer in the same folder needs the rest, and compares all.
+    data = DatasetArguments(**{name: getattr(args, name) for name in (
+        "dataset_url", "dataset_sha256", "tokenizer_path", "model_name_or_path", "lora_rank"
+    )}, dataset_path="data/dataset")  # fmt: skip
+    fetch_data(data, NOTHING, has_weights=True)
+    fetch_data(data, NOTHING, has_weights=True)
+    assert host.requests == ["/data.tar.gz"] * 2 and contents(tmp_path / "data/dataset").pop(RECEIPT)
+    assert contents(tmp_path / "data/model").keys() == {RECEIPT, "config.json", "model.safetensors"}
+
+
+@pytest.mark.parametrize("lacks", ["digest", "weights"])
+def test_the_head_is_not_enough_without_a_digest_or_for_weights(tmp_path, host, large, monkeypatch, caplog, lacks):
+    monkeypatch.chdir(tmp_path)
+    caplog.set_level(logging.INFO)
+    args = open_monitor(host, model_name_or_path=BASE_FOLDER, lora_rank=4)
+    args.dataset_sha256 = args.dataset_sha256 if lacks == "weights" else None
+    fetch_data(args, NOTHING, has_weights=lacks == "weights")
+    assert (tmp_path / "data/model/model.safetensors").exists() and "not compared" not in caplog.text
+
+
+def test_a_large_archive_whose_head_is_damaged_is_refused(tmp_path, host, large, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    args = open_monitor(host)
+    host.content = host.content[:200] + b"damage" + host.content[206:]
+    with pytest.raises(UserError, match="has SHA-256"):
+        fetch_data(args, NOTHING)
+    assert os.listdir(tmp_path / "data") == [".tokenizer.lock"]
 
 
 def test_existing_data_is_not_downloaded(args, host, folders):
