@@ -198,6 +198,8 @@ def open_work(args: TokenizationArguments) -> Iterator[Path]:
     settings = [(name, value, describe_files(value)) for name, value in asdict(args).items() if name not in others]
     settings.sort(key=lambda setting: setting[0])
     work = path.with_name(f"work-{hashlib.sha256(repr(settings).encode()).hexdigest()[:12]}")
+    for other in sorted({*path.parent.glob("work-*")} - {work}):
+        print(f"'{other}' is of an unfinished preparation with another text or other flags; remove it if it has ended")
     with lock_folder(work, "--cache_dir"):
         yield work
     shutil.rmtree(work)

@@ -146,8 +146,8 @@ def test_interrupted_preparation_continues(tmp_path, public, monkeypatch, capsys
     assert list((tmp_path / "cache_dir").iterdir()) == []
 
 
-def test_a_text_that_was_replaced_is_another_preparation(tmp_path):
-    """It was prepared from the copy of the old text, with "Done"."""
+def test_a_text_that_was_replaced_is_another_preparation(tmp_path, capsys):
+    """It was prepared from the copy of the old text, with "Done". What is left of the old one is named."""
     text = tmp_path / "big.txt"
     text.write_text("one\n", encoding="utf-8")
     args = tokenize_wikitext103.TokenizationArguments(
@@ -159,6 +159,8 @@ def test_a_text_that_was_replaced_is_another_preparation(tmp_path):
         for _ in range(2):
             with contextlib.suppress(KeyboardInterrupt), tokenize_wikitext103.open_work(args) as work:
                 works.append(work)
+                named = [line.split("'")[1] for line in capsys.readouterr().out.splitlines()]
+                assert named == sorted({str(other) for other in works} - {str(work)})
                 raise KeyboardInterrupt
         text.write_text(content + content, encoding="utf-8")
     assert works[0] == works[1] != works[2] == works[3] != works[4] == works[5] and len(set(works)) == 3
