@@ -181,10 +181,10 @@ class OfflineCapableWandbTracker(WandBTracker):
 
 
 def show_command(folder: Path, project: str) -> str:
-    """Return the command that shows trackio's page of a folder, and the address of the page."""
+    """Return the command that shows trackio's page of a folder. trackio takes another port if 7860 is not free."""
     variables = f"TRACKIO_PLOT_ORDER={shlex.quote(PLOT_ORDER)} TRACKIO_DIR={shlex.quote(str(folder))}"
-    address = ADDRESS.format(host="http://127.0.0.1:7860/", project=quote(project))
-    return f"{variables} trackio show --project {shlex.quote(project)}  # open {address}"
+    command = f"{variables} trackio show --project {shlex.quote(project)}"
+    return f"{command}  # open the address that it prints, with &smoothing=0 at its end"
 
 
 class ProjectTrackioTracker(TrackioTracker):
