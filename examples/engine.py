@@ -10,7 +10,7 @@ import sys
 
 import torch
 
-from peerstep import CollaborativeOptimizer, Swarm
+from peerstep import CollaborativeOptimizer, Options, Swarm
 
 model = torch.nn.Linear(20, 1)
 truth = torch.arange(20.0).unsqueeze(1)
@@ -20,8 +20,7 @@ with Swarm("engine-example", sys.argv[1], initial_peers=sys.argv[2:]) as swarm:
         model.parameters(),
         lambda groups: torch.optim.AdamW(groups, lr=0.1),
         swarm,
-        target_batch_size=65_536,
-        batch_size_per_step=32,
+        Options(target_batch_size=65_536, batch_size_per_step=32),
     )
     optimizer.load_state_from_peers()
     print("join with", *swarm.dht.get_visible_maddrs(), flush=True)

@@ -5,6 +5,7 @@ from importlib import import_module
 _HOMES = {
     "CollaborativeOptimizer": "optimizer",
     "LocalUpdates": "local_updates",
+    "Options": "options",
     "StepRecord": "coordinator",
     "Swarm": "swarm",
     "SwarmError": "errors",

@@ -11,8 +11,10 @@ from hivemind.utils import get_logger
 from peerstep.clock import run_time
 from peerstep.matchmaking import POLL_SECONDS, RoundControl
 from peerstep.membership import Membership
+from peerstep.options import Options
 from peerstep.progress import ProgressTracker
-from peerstep.rounds import Outcome, RoundAverager, RoundResult
+from peerstep.round_client import RoundClient
+from peerstep.round_result import Outcome, RoundResult
 from peerstep.view import View
 
 logger = get_logger(__name__)
@@ -40,11 +42,9 @@ class RoundCoordinator:
     """Searches for a group ahead of time, averages in it, and gives up when the progress reports say so."""
 
     tracker: ProgressTracker
-    averager: RoundAverager
+    rounds: RoundClient
     membership: Membership
-    matchmaking_time: float  # seconds before a step is due at which the search for its group starts
-    averaging_timeout: float  # seconds after which a round is abandoned
-    batch_size_lead: int = 0  # samples before the target at which that search starts at the latest
+    options: Options
     stopped: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self):
@@ -64,7 +64,7 @@ class RoundCoordinator:
             told = view.roster(step), step - 1
             if told != self._told:
                 self._told = told
-                self.averager.set_roster(*told)
+                self.rounds.set_roster(*told)
 
     def has_group(self, step: int) -> bool:
         """Whether the group of a step is formed and waits for this peer."""
@@ -79,19 +79,19 @@ class RoundCoordinator:
             self.call_off()
         if self._control is not None or self.stopped.is_set():
             return
-        is_soon = view.seconds_to_step <= self.matchmaking_time
-        if self.batch_size_lead and not is_soon:
-            is_soon = view.estimate[0] >= view.target_batch_size - self.batch_size_lead
-        if 0 <= self.averager.requested_step.value - step <= 1:  # another peer already searches for the group
+        is_soon = view.seconds_to_step <= self.options.matchmaking_time
+        if self.options.batch_size_lead and not is_soon:
+            is_soon = view.estimate[0] >= view.target_batch_size - self.options.batch_size_lead
+        if 0 <= self.rounds.requested_step - step <= 1:  # another peer already searches for the group
             self.tracker.hear_all()
             if not is_soon:
                 self.tracker.refresh_in(LOOK_SECONDS)
         if is_soon and view.num_expected(step):
-            self._schedule(step, self.matchmaking_time + self.averaging_timeout)
+            self._schedule(step, self.options.matchmaking_time + self.options.averaging_timeout)
 
     def _schedule(self, step: int, timeout: float) -> RoundControl:
         self.update_roster()
-        self._control = self.averager.schedule_round(step, timeout, **self.membership.claims())
+        self._control = self.rounds.schedule(step, timeout, **self.membership.claims())
         return self._control
 
     def call_off(self) -> None:
@@ -117,7 +117,8 @@ class RoundCoordinator:
     @property
     def timeout(self) -> float:
         """Seconds for the next round: fewer after rounds in vain, since the other peers may be unreachable."""
-        return max(math.ldexp(self.averaging_timeout, -self.membership.vain), 1.5 * self.matchmaking_time)
+        seconds = math.ldexp(self.options.averaging_timeout, -self.membership.vain)
+        return max(seconds, 1.5 * self.options.matchmaking_time)
 
     def _attempt(self, step: int, weight: float, deadline: float) -> RoundResult | None:
         """Search for a group and average in it; None if the attempt failed and can be repeated."""
@@ -145,7 +146,7 @@ class RoundCoordinator:
             return RoundResult(Outcome.STOPPED)
         self._control = None
         try:
-            return self.averager.collect(control)
+            return self.rounds.collect(control)
         except BaseException as error:
             self.may_be_used |= control.began_allreduce
             self._error = str(error) or type(error).__name__
@@ -158,7 +159,7 @@ class RoundCoordinator:
         view = self.tracker.view()
         if view.side_to_join is not None or view.most_have_completed(step):
             return Outcome.MISSED
-        is_asked = self.averager.requested_step.value == step
+        is_asked = self.rounds.requested_step == step
         if not (is_asked or view.num_expected(step) or view.outranking is not None):
             return Outcome.ALONE
         return Outcome.FAILED if time.monotonic() >= deadline else None

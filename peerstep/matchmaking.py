@@ -24,23 +24,20 @@ from hivemind.averaging.matchmaking import Matchmaking
 from hivemind.dht import DHT
 from hivemind.p2p import P2P, P2PContext, PeerID
 from hivemind.proto import averaging_pb2
-from hivemind.utils import TimedStorage, get_logger
+from hivemind.utils import get_logger
 from hivemind.utils.crypto import RSAPrivateKey
 
 from peerstep.claims import PROOF_BYTES, deal, parse_claims, rank
-from peerstep.clock import run_time
 from peerstep.conduct import Conduct
-from peerstep.known_peers import KNOWN_SECONDS, MAX_HELD_REQUESTS, STALE_SECONDS, KnownPeers, parse_list, read_peer_id
+from peerstep.known_peers import KnownPeers, parse_list, read_peer_id
+from peerstep.requests import JoinRequests, Request
 
 logger = get_logger(__name__)
 
-MAX_REQUEST_BYTES = 1024  # of 1,024 that are held
 LEADER_MARGIN = 2.0  # seconds after which a leader that should have begun is abandoned
 RETRY_SECONDS = 1.0  # before an unreachable leader is asked again
 POLL_SECONDS = 0.05  # between two looks at who has asked, whether the step is due, or an answer has come
 MAX_ABSENCES = 2  # consecutive rounds that a peer may miss before leaders stop waiting for it
-STRANGER_SECONDS = 5.0  # for which a stranger's requests count, from the first one; its report is read meanwhile
-MAX_STEP_DIGITS = 18  # of a step in a request
 # As many thirds of the expected peers are in a group, or it waits for SMALL_SECONDS longer. With half of them, one key
 # beside four trainers made two groups of three, in which nothing bounds its weight.
 LEAST_THIRDS, SMALL_SECONDS = 2, 4.0
@@ -86,7 +83,6 @@ class Search:
     """State of this peer's search for the group of one step."""
 
     control: RoundControl
-    leader: PeerID | None = None  # that has accepted this peer
     failures: dict[PeerID, tuple[float, str]] = field(default_factory=dict)  # leader -> time (`monotonic`) and reason
     given_up: set[PeerID] = field(default_factory=set)  # leaders that accepted this peer and did not begin
     due_since: float = math.inf  # `time.monotonic`
@@ -99,21 +95,6 @@ class Search:
         return time.monotonic() - self.due_since
 
 
-@dataclass
-class _Request:
-    """Request of another peer to join this peer's group."""
-
-    step: int
-    entry: bytes  # signed claims, which `_refuse` has checked
-    answer: asyncio.Future  # of the list of entries, of the leader to ask instead, or of None (no group)
-    due: asyncio.Future  # set once the step is due at this peer, which leads
-
-
-def parse_step(key: str) -> int | None:
-    """Return the global step that a request names as its group's key; None if it names none."""
-    return int(key) if len(key) <= MAX_STEP_DIGITS and key.isascii() and key.isdigit() else None
-
-
 class StepMatchmaking(Matchmaking):
     """Finds the group of a global step. Runs in the averager's process."""
 
@@ -123,18 +104,14 @@ class StepMatchmaking(Matchmaking):
         super().__init__(p2p, schema_hash, dht, **kwargs)
         self._known = KnownPeers(self.peer_id, private_key, self._prefix.encode() + schema_hash)
         self.conduct = Conduct(self.peer_id, getattr(dht, "describe", str))
+        self.requests = JoinRequests(schema_hash, self.client_mode, self._known, self.conduct)
         self.led_by = self.peer_id  # leader of the last group
         self.is_split = False  # whether its list had other groups
         self.roster: dict[PeerID, RosterEntry] = {}
-        self.finished_step = -1  # newest step for which this peer searches no group any more
         self.missed: dict[PeerID, str] = {}  # peers of the roster that are not in the last group, and why
         self._absences: Counter[PeerID] = Counter()  # consecutive rounds that a peer has missed
         # Those of the newest groups; who returns, as after a partition, is not missed before it was in one
         self._lists: deque[Collection[PeerID]] = deque(maxlen=MAX_ABSENCES)
-        self._requests: dict[PeerID, _Request] = {}
-        # Times of the first requests of peers, for KNOWN_SECONDS
-        self._first_asked: TimedStorage[PeerID, float] = TimedStorage(maxsize=MAX_HELD_REQUESTS)
-        self._search: Search | None = None
 
     # Input from the main process
 
@@ -146,43 +123,22 @@ class StepMatchmaking(Matchmaking):
         for peer_id in self._absences.keys() - self._known.public_keys:
             del self._absences[peer_id]
 
-    def finish(self, step: int) -> None:
-        """Refuse requests for step `step` and earlier steps from now on. `step` may be lower than before."""
-        self.finished_step = step
-        for request in self._requests.values():
-            if request.step <= step and not request.answer.done():
-                request.answer.set_result(None)
-
-    @property
-    def requested_step(self) -> int:
-        """The next step for which another peer asks this one for a group; -1 if none does.
-
-        A stranger, of whom this peer has read no report, counts for STRANGER_SECONDS: it may hold up a lone trainer.
-        """
-        now = time.monotonic()
-        new = {peer_id for peer_id, asked in self._first_asked.items() if now < asked.value + STRANGER_SECONDS}
-        counted = self._requests.keys() & {*new, *self._known.public_keys}
-        return min((self._requests[peer_id].step for peer_id in counted), default=-1)
-
     # Search for a group
 
     async def look_for_group(self, control: RoundControl) -> GroupInfo:
         """Find the group of a step. Runs until a group is found; cancel it to give up."""
         async with self.lock_looking_for_group:
-            search = self._search = Search(control)
-            try:
-                while True:
-                    leader, group = self._choose_leader(search), None
-                    if leader == self.peer_id:
-                        group = self._lead(search)
-                    elif leader is not None:
-                        group = await self._follow(search, leader)
-                    if group is not None:
-                        self._on_group(search)
-                        return group
-                    await asyncio.sleep(POLL_SECONDS)
-            finally:
-                self._search = None
+            search = Search(control)
+            while True:
+                leader, group = self._choose_leader(search), None
+                if leader == self.peer_id:
+                    group = self._lead(search)
+                elif leader is not None:
+                    group = await self._follow(search, leader)
+                if group is not None:
+                    self._on_group(search)
+                    return group
+                await asyncio.sleep(POLL_SECONDS)
 
     def _on_group(self, search: Search) -> None:
         present = {peer_id for peer_id, entry in self.roster.items() if not entry.is_away}
@@ -209,7 +165,7 @@ class StepMatchmaking(Matchmaking):
         Candidates that have failed are asked again after RETRY_SECONDS, unless other peers wait for this one to begin.
         A leader that no peer has joined asks the other candidates: they may have formed a group without it.
         """
-        joined = self._joined(search)
+        joined = self.requests.for_step(search.control.step)
         candidates = self._candidates(search)
         candidates = [peer_id for peer_id in candidates if peer_id not in search.given_up] or candidates
         if search.seconds_due() >= RETRY_SECONDS and not joined and self.peer_id in candidates:
@@ -225,7 +181,7 @@ class StepMatchmaking(Matchmaking):
 
     def _lead(self, search: Search) -> GroupInfo | None:
         """Form the group if the step is due, and all have asked or had the time for it; None if not."""
-        joined = self._joined(search)
+        joined = self.requests.for_step(search.control.step)
         if search.seconds_due() >= 0:
             for request in joined.values():
                 if not request.due.done():
@@ -245,19 +201,6 @@ class StepMatchmaking(Matchmaking):
         expected = self._expected(search) & set[PeerID]().union(*self._lists)
         return 3 * (1 + len(expected.intersection(peer_ids))) >= LEAST_THIRDS * (1 + len(expected))
 
-    def _joined(self, search: Search) -> dict[PeerID, _Request]:
-        """Return the requests for this step. Those of strangers wait until this peer has read their report."""
-        joined = {}
-        for peer_id, request in self._requests.items():
-            if request.step != search.control.step or request.answer.done() or self.conduct.is_banned(peer_id):
-                continue
-            asked_at = parse_claims(request.entry[:-PROOF_BYTES]).asked_at
-            # Half of the time: the members' clocks may differ from this one
-            is_fresh = self._known.is_fresh(self.peer_id, peer_id, asked_at, STALE_SECONDS / 2)
-            if is_fresh and peer_id in self._known.public_keys:
-                joined[peer_id] = request
-        return joined
-
     def _expected(self, search: Search) -> set[PeerID]:
         """Return the peers of the roster that the leader waits for.
 
@@ -272,7 +215,7 @@ class StepMatchmaking(Matchmaking):
             absent = {peer_id for peer_id in absent if absences[peer_id].bit_count() > 1}
         return present - absent - search.failures.keys()
 
-    def _assemble(self, search: Search, joined: dict[PeerID, _Request]) -> GroupInfo:
+    def _assemble(self, search: Search, joined: dict[PeerID, Request]) -> GroupInfo:
         """Tell the peers that have asked who else has. Return this peer's group, see `deal`."""
         entries = {peer_id: request.entry for peer_id, request in joined.items()}
         entries[self.peer_id] = self._sign(search.control, self.peer_id)
@@ -309,10 +252,10 @@ class StepMatchmaking(Matchmaking):
                 async with asyncio.timeout(self.request_timeout):
                     message = await anext(stream)
                 if message.code == averaging_pb2.ACCEPTED:
-                    joined = self._joined(search)
+                    joined = self.requests.for_step(search.control.step)
                     if leader in joined and rank(control.step, self.peer_id) < rank(control.step, leader):
                         return None  # the peers have asked each other: the better candidate leads
-                    search.leader = leader
+                    self.requests.following = control.step, leader
                     for peer_id, asked in joined.items():
                         asked.answer.set_result(None if peer_id == leader else leader)
                     message = await self._await_begin(stream, search, leader)
@@ -321,7 +264,7 @@ class StepMatchmaking(Matchmaking):
             search.failures[leader] = time.monotonic(), "could not be reached"
             return None
         finally:
-            search.leader = None
+            self.requests.following = None
         if message.code == averaging_pb2.BEGIN_ALLREDUCE:
             return self._accept_group(search, leader, own, message)
         is_known = message.code in averaging_pb2.MessageCode.values()
@@ -381,68 +324,7 @@ class StepMatchmaking(Matchmaking):
         search.given_up.add(leader)
         return None
 
-    # Answers to other peers
-
-    def _refuse(self, request: averaging_pb2.JoinRequest, peer_id: PeerID) -> int | None:
-        """Return the code to refuse a request with; None to accept it."""
-        step = parse_step(request.group_key)
-        if step is None:
-            return averaging_pb2.BAD_GROUP_KEY
-        if request.schema_hash != self.schema_hash:
-            return averaging_pb2.BAD_SCHEMA_HASH
-        is_large = request.ByteSize() > MAX_REQUEST_BYTES  # with unknown fields; it is kept while it waits
-        if is_large or self.conduct.is_banned(peer_id) or self.client_mode or peer_id == self.peer_id:
-            return averaging_pb2.PROTOCOL_VIOLATION
-        try:
-            parse_claims(request.gather[:-PROOF_BYTES])
-        except ValueError:
-            return averaging_pb2.PROTOCOL_VIOLATION  # it would make the round fail at all members
-        if step <= self.finished_step:
-            return averaging_pb2.NOT_LOOKING_FOR_GROUP
-        if not self._known.has_signed(peer_id, step, self.peer_id, request.gather):
-            return averaging_pb2.PROTOCOL_VIOLATION
-        is_known = peer_id in self._requests or peer_id in self._known.public_keys
-        if len(self._requests) >= MAX_HELD_REQUESTS and not is_known:
-            return averaging_pb2.GROUP_IS_FULL
-        return None
-
-    async def rpc_join_group(
+    def rpc_join_group(
         self, request: averaging_pb2.JoinRequest, context: P2PContext
     ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
-        """Answer a request to join the group of a step: with the group, or with the leader that this peer follows."""
-        peer_id = context.remote_id
-        code = self._refuse(request, peer_id)
-        if code is not None:
-            yield averaging_pb2.MessageFromLeader(code=code)
-            return
-        step = int(request.group_key)  # as `_refuse` has checked
-        loop = asyncio.get_running_loop()
-        entry = _Request(step, request.gather, loop.create_future(), loop.create_future())
-        if (before := self._requests.get(peer_id)) is not None and not before.answer.done():
-            before.answer.set_result(None)
-        self._requests[peer_id] = entry
-        if peer_id not in self._first_asked:
-            self._first_asked.store(peer_id, time.monotonic(), run_time() + KNOWN_SECONDS)
-        search = self._search
-        if search is not None and search.leader is not None and search.control.step == step:
-            entry.answer.set_result(search.leader)
-        try:
-            if not entry.answer.done():
-                yield averaging_pb2.MessageFromLeader(code=averaging_pb2.ACCEPTED)
-            await asyncio.wait({entry.answer, entry.due}, return_when=asyncio.FIRST_COMPLETED)
-            if not entry.answer.done():
-                yield averaging_pb2.MessageFromLeader(code=averaging_pb2.ACCEPTED)
-            answer = await entry.answer
-            if isinstance(answer, dict):
-                yield averaging_pb2.MessageFromLeader(
-                    code=averaging_pb2.BEGIN_ALLREDUCE,
-                    ordered_peer_ids=[member.to_bytes() for member in answer],
-                    gathered=answer.values(),
-                )
-            else:
-                code = averaging_pb2.NOT_A_LEADER if answer else averaging_pb2.GROUP_DISBANDED
-                suggested = answer.to_bytes() if answer else b""
-                yield averaging_pb2.MessageFromLeader(code=code, suggested_leader=suggested)
-        finally:
-            if self._requests.get(peer_id) is entry:
-                del self._requests[peer_id]
+        return self.requests.answer(request, context.remote_id)

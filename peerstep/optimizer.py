@@ -9,7 +9,6 @@ steps therefore takes part in each round, with the gradients that it has.
 import multiprocessing
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import NoReturn
 
 import hivemind
@@ -23,7 +22,9 @@ from peerstep.joining import Joining
 from peerstep.local_updates import LocalTraining, LocalUpdates, step_builders
 from peerstep.membership import Membership, shared
 from peerstep.optimizer_state import OptimizerBuilder, SchedulerBuilder, constant_schedule
-from peerstep.progress import ProgressTracker, TrackerOptions
+from peerstep.options import Options
+from peerstep.progress import ProgressTracker
+from peerstep.round_client import RoundClient
 from peerstep.rounds import RoundAverager
 from peerstep.shared_model import SharedModel
 from peerstep.state import TrainingStateAverager
@@ -75,29 +76,14 @@ class CollaborativeOptimizer(_Interface):
     :param params: parameters of the model, which is on its device already, or groups of them
     :param optimizer: builds the optimizer for copies of them on the CPU. A float as `lr`
     :param swarm: this peer of the run
-    :param target_batch_size: samples of a global step, of all peers together
-    :param batch_size_per_step: samples of a local step; `step` may be told others
+    :param options: see Options
     :param scheduler: builds the schedule of the learning rate over global steps; default: constant
     :param local_updates: average what each peer has changed by local steps (DiLoCo) instead of gradients
-    :param max_grad_norm: norm to which the average is clipped, or with `local_updates` the gradient of a local step
-    :param gradient_compression, parameter_compression: of rounds, keys of COMPRESSIONS, the same at all peers
-    :param state_compression: of the state that newcomers download from this peer
-    :param average_parameters_every: global steps from one average of the parameters to the next
-    :param target_group_size: peers of a group at most
-    :param bandwidth: upload in Mbit/s; default: measured in rounds
-    :param delay_grad_averaging: compute the next gradients during a round
-    :param delay_optimizer_step: compute the next gradients while the step is taken. Set both or the first to False
-    :param batch_size_lead: samples before the target at which the search for a group begins at the latest
-    :param matchmaking_time: seconds before a step is due at which the search for its group starts, and for which a
-      group waits for a late peer; hivemind needs more than 3
-    :param averaging_timeout: seconds after which a round ends with what has arrived, and for which a donor of a state
-      may be silent. A peer that is silent for a quarter of them is left out of the round
-    :param load_state_timeout: seconds for the download of a state
-    :param folder: on a disk, for the copies that others download; default: that for temporary files
     """
 
     shutdown_timeout = 5.0
     dht, run_id = shared("swarm.dht"), shared("swarm.run_id")
+    target_batch_size, batch_size_per_step = shared("options.target_batch_size"), shared("options.batch_size_per_step")
     membership: Membership = shared("state_averager.membership")
     coordinator: RoundCoordinator = shared("steps.coordinator")
     distance: float = shared("state_averager.membership.distance")
@@ -110,107 +96,73 @@ class CollaborativeOptimizer(_Interface):
         params: Iterable,
         optimizer: OptimizerBuilder,
         swarm: Swarm,
+        options: Options,
         *,
-        target_batch_size: int,
-        batch_size_per_step: int,
         scheduler: SchedulerBuilder = constant_schedule,
         local_updates: LocalUpdates | None = None,
-        max_grad_norm: float = 1.0,
-        gradient_compression: str = "float16",
-        parameter_compression: str = "float16",
-        state_compression: str = "float16",
-        average_parameters_every: int = 8,
-        target_group_size: int = 256,
-        bandwidth: float | None = None,
-        delay_grad_averaging: bool = True,
-        delay_optimizer_step: bool = True,
-        batch_size_lead: int = 0,
-        matchmaking_time: float = 5.0,
-        averaging_timeout: float = 60.0,
-        load_state_timeout: float = 600.0,
-        tracker_options: TrackerOptions = TrackerOptions(),  # noqa: B008  frozen
-        folder: Path | None = None,
     ):
-        if delay_grad_averaging and not delay_optimizer_step:
-            raise ValueError("delay_grad_averaging needs delay_optimizer_step")
         groups = _list_groups(params)
         peak_rate = max(group["lr"] for group in optimizer([dict(group) for group in groups]).param_groups)
         # hivemind's `__init__` builds its own tracker and averagers, and is not called.
-        self.swarm, self.target_batch_size, self.batch_size_per_step = swarm, target_batch_size, batch_size_per_step
+        self.swarm, self.options = swarm, options
         self.num_dropped_gradients = 0
         self.num_computed = 0  # samples of the local steps, without those whose gradients were dropped
         self.is_incomplete = False  # whether the gradients of this local step lack a micro-batch: they are dropped
-        dht, compression = swarm.dht, COMPRESSIONS[gradient_compression]()
         self.state_averager = TrainingStateAverager(
-            dht=dht,
+            dht=swarm.dht,
             public_key=swarm.public_key,
             prefix=f"{swarm.run_id}_state_averager",
             params=groups,
             **step_builders(optimizer, scheduler, local_updates),
             initialize_optimizer=False,  # see build_with_statistics
             offload_optimizer=True,
-            state_compression=build_state_compression(state_compression),
+            state_compression=build_state_compression(options.load_state_compression),
             allow_state_sharing=False,  # until there is a trained state to share, see share_state
             credible_step=lambda: self.tracker.view().credible_step,
-            download_timeout=load_state_timeout,
-            donor_timeout=averaging_timeout,
-            folder=folder,
+            download_timeout=options.load_state_timeout,
+            donor_timeout=options.averaging_timeout,
+            folder=options.folder,
             membership=Membership(),
             start=True,
         )
         self.grad_averager = RoundAverager(
-            self._offloaded_parameters(),
-            dht=dht,
+            self.state_averager.layout.parameters,
+            options,
+            dht=swarm.dht,
             prefix=f"{swarm.run_id}_round_averager",
             private_key=swarm.private_key,
             local_updates=local_updates is not None,
             learning_rate=peak_rate,
-            max_weight=float(target_batch_size),  # a peer counts for a whole step at most
-            gradient_compression=compression,
-            parameter_compression=COMPRESSIONS[parameter_compression](),
-            average_parameters_every=average_parameters_every,
-            target_group_size=target_group_size,
-            bandwidth=bandwidth,
-            min_matchmaking_time=matchmaking_time,
-            allreduce_timeout=averaging_timeout,
-            # Seconds of silence after which a peer is excluded from a round. hivemind's default is
-            # `matchmaking_time`, which busy machines and slow connections exceed.
-            next_chunk_timeout=max(matchmaking_time, averaging_timeout / 4),
         )
-        tensors = self.state_averager.main_parameters, self._offloaded_parameters(), self.grad_averager.gradients
-        if local_updates is None:
-            accumulator = GradientAccumulator(*tensors, max_norm=max_grad_norm)
-        else:
-            bound, project = local_updates.max_norm, getattr(compression, "project", None)
-            accumulator = LocalTraining(
-                groups, optimizer, scheduler, max_grad_norm, *tensors, max_norm=bound, project=project
-            )
         self.tracker = ProgressTracker(
-            dht,
+            swarm.dht,
             swarm.run_id,
-            target_batch_size,
-            tracker_options,
+            options.target_batch_size,
+            options.tracker,
             public_key=swarm.public_key,
             schema=self.grad_averager.schema_id,
         )
-        coordinator = RoundCoordinator(
-            self.tracker, self.grad_averager, self.membership, matchmaking_time, averaging_timeout, batch_size_lead
-        )
-        self.model, self.log = SharedModel(accumulator), StepLog()
+        coordinator = RoundCoordinator(self.tracker, RoundClient(self.grad_averager), self.membership, options)
+        self.model = SharedModel(self._build_accumulator(groups, optimizer, scheduler, local_updates))
+        self.log = StepLog()
         self.joining = Joining(self.state_averager, self.tracker, self.model, self.log, coordinator.stopped)
-        self.steps = StepThread(
-            self.grad_averager,
-            coordinator,
-            self.model,
-            self.joining,
-            self.log,
-            delay_grad_averaging=delay_grad_averaging,
-            delay_optimizer_step=delay_optimizer_step,
-        )
+        self.steps = StepThread(self.grad_averager, coordinator, self.model, self.joining, self.log)
         self.tracker.start()
 
-    def _offloaded_parameters(self) -> list[torch.Tensor]:
-        return self.state_averager.layout.parameters
+    def _build_accumulator(
+        self,
+        groups: list[dict],
+        optimizer: OptimizerBuilder,
+        scheduler: SchedulerBuilder,
+        local_updates: LocalUpdates | None,
+    ) -> GradientAccumulator | LocalTraining:
+        state, max_norm = self.state_averager, self.options.max_grad_norm
+        tensors = state.main_parameters, state.layout.parameters, self.grad_averager.gradients
+        if local_updates is None:
+            return GradientAccumulator(*tensors, max_norm=max_norm)
+        project = getattr(COMPRESSIONS[self.options.gradient_compression](), "project", None)
+        bound = local_updates.max_norm
+        return LocalTraining(groups, optimizer, scheduler, max_norm, *tensors, max_norm=bound, project=project)
 
     @property
     def processes(self) -> dict[str, multiprocessing.Process]:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from hivemind.dht import DHT
 from hivemind.p2p import PeerID
@@ -19,6 +19,7 @@ from hivemind.utils import MPFuture, PerformanceEMA, get_logger
 
 from peerstep.clock import run_time
 from peerstep.matchmaking import POLL_SECONDS
+from peerstep.options import TrackerOptions
 from peerstep.other_trainers import OtherTrainers
 from peerstep.progress_record import PeerProgress
 from peerstep.records import READ_TIMEOUT, store_record
@@ -31,19 +32,6 @@ MIN_RATE_UPDATES = 2  # local steps after which a peer's rate is known: the firs
 ROUND_END_SECONDS = 2.0  # between two reads while other trainers are still in the round that this peer has left
 # After a step, for which a trainer that is ahead of most others waits for them: seconds, and times of its last step
 HOLD_SECONDS, HOLD_STEPS = 120.0, 4.0
-
-
-@dataclass(frozen=True)
-class TrackerOptions:
-    """How often a trainer asks the others for their progress."""
-
-    min_refresh_period: float = 0.5  # least seconds between two reads, and between two reports of samples
-    max_refresh_period: float = 30.0  # most seconds between two reads
-    default_refresh_period: float = 3.0  # the same while no other peer reports any, or after a read that has failed
-    expected_drift_peers: float = 3.0  # number of peers that are assumed to join during a global step
-    expected_drift_rate: float = 0.2  # the same, as a fraction of the peers
-    performance_ema_alpha: float = 0.1  # weight of the newest measurement in the average of samples per second
-    metadata_expiration: float = 120.0  # seconds to the expiration of a report, at most 120
 
 
 class OwnProgress:

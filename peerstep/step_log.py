@@ -10,7 +10,7 @@ from hivemind.utils import get_logger
 from peerstep.coordinator import StepRecord
 from peerstep.other_trainers import WARN_SECONDS
 from peerstep.pace import Pace
-from peerstep.rounds import RoundResult
+from peerstep.round_result import RoundResult
 
 logger = get_logger(__name__)
 

@@ -11,11 +11,12 @@ from hivemind.utils import get_logger
 from threadpoolctl import threadpool_limits
 
 from peerstep.accumulators import clip_norm
-from peerstep.coordinator import Outcome, RoundCoordinator, StepRecord
+from peerstep.coordinator import RoundCoordinator, StepRecord
 from peerstep.joining import Joining, is_out_of_sync, num_skippable
 from peerstep.matchmaking import MAX_ABSENCES
 from peerstep.membership import MAX_FAILURES, shared
-from peerstep.rounds import RoundAverager, RoundResult
+from peerstep.round_result import Outcome, RoundResult
+from peerstep.rounds import RoundAverager
 from peerstep.shared_model import SharedModel
 from peerstep.standing import LACKING
 from peerstep.state_layout import all_finite
@@ -47,10 +48,7 @@ class Phase(Enum):
 
 
 class StepThread(threading.Thread):
-    """Takes the global steps. The main thread wakes it after each local step, and may wait for it.
-
-    :param delay_grad_averaging, delay_optimizer_step: see CollaborativeOptimizer
-    """
+    """Takes the global steps. The main thread wakes it after each local step, and may wait for it."""
 
     accumulator = shared("model.accumulator")
     membership = shared("joining.membership")
@@ -63,16 +61,12 @@ class StepThread(threading.Thread):
         model: SharedModel,
         joining: Joining,
         log: StepLog,
-        *,
-        delay_grad_averaging: bool,
-        delay_optimizer_step: bool,
     ):
         super().__init__(name="GlobalSteps", daemon=True)
         self.averager, self.coordinator, self.model = averager, coordinator, model
         self.joining, self.log = joining, log
         self.state_averager, self.tracker = joining.state_averager, joining.tracker
-        self.delay_grad_averaging = delay_grad_averaging
-        self.delay_optimizer_step = delay_optimizer_step
+        self.options = coordinator.options
         self.last_step: int | None = None  # no step beyond this one is taken
         self.phase = Phase.IDLE
         self.device_error: torch.AcceleratorError | None = None  # has ended this thread
@@ -102,7 +96,7 @@ class StepThread(threading.Thread):
         if self._is_over or self.is_interrupted(view):
             return False
         # The order matters: a step that begins in between is marked as busy before it stops being due.
-        waits_for_update = self.delay_grad_averaging or not self.delay_optimizer_step
+        waits_for_update = self.options.delay_grad_averaging or not self.options.delay_optimizer_step
         return self.is_due(view) or self.phase in ((Phase.ROUND, Phase.UPDATE) if waits_for_update else (Phase.ROUND,))
 
     def _patience(self) -> float:
@@ -111,7 +105,7 @@ class StepThread(threading.Thread):
         With delays it waits for short rounds, too. Gradients of old parameters make a step worth less, see
         docs/tuning.md. Local updates are not of the parameters of a step, and lose nothing.
         """
-        if not self.delay_grad_averaging:
+        if not self.options.delay_grad_averaging:
             return math.inf
         return self.pace.patience() if self.accumulator.ages else 0.0
 
@@ -143,7 +137,7 @@ class StepThread(threading.Thread):
 
     def may_begin_step(self) -> bool:
         """Whether the contribution may be loaded now: without delays, gradients only between two local steps."""
-        return self.delay_grad_averaging or self.is_awaited or not self.accumulator.ages
+        return self.options.delay_grad_averaging or self.is_awaited or not self.accumulator.ages
 
     def run(self) -> None:
         if self.state_averager.main_parameters[0].device.type == "cpu":

@@ -6,7 +6,7 @@ Peers exchange the optimizer state by position, so all of them must use these bu
 import contextlib
 import math
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from cotrain.settings import Hyperparameters, check_compression
 from cotrain.training.lamb import ForeachLamb
 from peerstep.local_updates import LocalUpdates, step_builders
 from peerstep.optimizer import CollaborativeOptimizer
-from peerstep.progress import TrackerOptions
+from peerstep.options import Options, TrackerOptions
 from peerstep.state import TrainingStateAverager
 from peerstep.swarm import Swarm, supervise
 
@@ -135,27 +135,18 @@ def build_optimizer(
             "local step (--per_device_train_batch_size x devices x --gradient_accumulation_steps)"
         )
     check_compression(run_args.gradient_compression, training_args.local_updates)
+    names = {field.name for field in fields(Options)}
+    flags = {name: value for name, value in {**vars(run_args), **vars(training_args)}.items() if name in names}
     optimizer = CollaborativeOptimizer(
         build_param_groups(model, training_args.weight_decay, training_args.optimizer),
         swarm=peer,
+        options=Options(
+            **flags,
+            batch_size_per_step=batch_size_per_step,
+            tracker=TrackerOptions(**asdict(args.tracker)),
+            folder=Path(training_args.output_dir),
+        ),
         **_step_options(training_args),
-        target_batch_size=run_args.target_batch_size,
-        batch_size_per_step=batch_size_per_step,
-        batch_size_lead=run_args.batch_size_lead,
-        max_grad_norm=training_args.max_grad_norm,
-        gradient_compression=run_args.gradient_compression,
-        parameter_compression=run_args.state_compression,
-        state_compression=run_args.load_state_compression,
-        average_parameters_every=run_args.average_state_every,
-        target_group_size=run_args.target_group_size,
-        bandwidth=run_args.bandwidth,
-        delay_grad_averaging=run_args.delay_grad_averaging,
-        delay_optimizer_step=run_args.delay_optimizer_step,
-        matchmaking_time=run_args.matchmaking_time,
-        averaging_timeout=run_args.averaging_timeout,
-        load_state_timeout=run_args.load_state_timeout,
-        tracker_options=TrackerOptions(**asdict(args.tracker)),
-        folder=Path(training_args.output_dir),
     )
     if hasattr(model, "peft_config") and args.dataset.lora_rank is not None and args.dataset.task is None:
         optimizer.tracker.schema += digest_weights(

@@ -47,10 +47,11 @@ from peerstep.claims import PROOF_BYTES, Claims, deal, parse_claims
 from peerstep.compression import COMPRESSIONS
 from peerstep.history import MAX_STEP, NUM_MARKS, add_mark, parse_marks
 from peerstep.known_peers import MAX_HELD_REQUESTS, parse_list
-from peerstep.matchmaking import StepMatchmaking, parse_step
+from peerstep.matchmaking import StepMatchmaking
 from peerstep.node import DHTProtocol, bucket_of, node_id_of
 from peerstep.progress_record import PeerProgress, parse_progress
 from peerstep.records import peer_id_of
+from peerstep.requests import parse_step
 from peerstep.state_download import StateDownload, rank_donors
 from peerstep.state_layout import read_position
 from peerstep.wire import TensorAssembler, TensorSpec, check_tensor
@@ -247,12 +248,12 @@ def test_groups(draw):
     assert number is None or 0 <= number < 2**62
     schema, peer = draw(st.sampled_from([b"schema"] * 3 + [b""])), draw(st.sampled_from([b"other"] * 3 + [b"banned"]))
     request = averaging_pb2.JoinRequest(schema_hash=schema, gather=claims, group_key=key)
-    asked = matchmaking()
+    asked = matchmaking().requests
     asked._known.has_signed = lambda *_: True
     asked.finished_step = draw(st.sampled_from([-1, 16, 17, 2**62]))
     asked._requests = dict.fromkeys(range(draw(st.sampled_from([0, MAX_HELD_REQUESTS]))))
-    asked.conduct.ban(PeerID(b"banned"), time.time() + 60)
-    accepts = bounded(asked._refuse, request, PeerID(peer), refusals=()) is None
+    asked._conduct.ban(PeerID(b"banned"), time.time() + 60)
+    accepts = bounded(asked.refuse, request, PeerID(peer), refusals=()) is None
     is_asked = number is not None and number > asked.finished_step and not asked._requests
     assert accepts == (is_asked and parsed is not None and (schema, peer) == (b"schema", b"other"))
 

@@ -1,7 +1,6 @@
 """Tests of RoundCoordinator: the outcome of a step's round for each behaviour of the other peers. No processes."""
 
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 from hivemind.averaging.control import AveragingStage
@@ -9,7 +8,8 @@ from hivemind.averaging.control import AveragingStage
 from peerstep import coordinator as coordinator_module
 from peerstep.coordinator import GRACE_SECONDS, RoundCoordinator
 from peerstep.membership import Membership
-from peerstep.rounds import Outcome, RoundResult
+from peerstep.options import Options
+from peerstep.round_result import Outcome, RoundResult
 
 RESULT = RoundResult(Outcome.AVERAGED)
 
@@ -45,7 +45,7 @@ class World:
         self.now, self._plans = 0.0, []
         self.controls: list[FakeControl] = []
         self.rosters: list[tuple] = []
-        self.requested_step = SimpleNamespace(value=-1)
+        self.requested_step = -1
         self.others, self.num_done, self.next_step, self.seconds_to_step, self.num_looks = 2, 0, 5, 0.0, 0
         self.side_to_join = self.outranking = None
         self.membership = Membership()
@@ -73,7 +73,7 @@ class World:
 
     # The averager
 
-    def schedule_round(self, step: int, timeout: float, distance: float, is_settling: bool) -> FakeControl:
+    def schedule(self, step: int, timeout: float, distance: float, is_settling: bool) -> FakeControl:
         self.controls.append(FakeControl(step))
         return self.controls[-1]
 
@@ -114,7 +114,7 @@ def world(monkeypatch) -> World:
 
 @pytest.fixture
 def coordinator(world) -> RoundCoordinator:
-    return RoundCoordinator(world, world, world.membership, matchmaking_time=5.0, averaging_timeout=60.0)
+    return RoundCoordinator(world, world, world.membership, Options(batch_size_per_step=4))
 
 
 @pytest.mark.parametrize(("done", "outcome"), [(2, Outcome.MISSED), (0, Outcome.ALONE)])
@@ -130,8 +130,8 @@ def test_trainer_takes_no_step_alone_while_another_side_may_outrank_it(coordinat
     world.at(20.0, lambda: setattr(world, "side_to_join", "a trainer of the other side"))
     assert coordinator.average(5, 8.0).outcome == Outcome.MISSED and world.controls[0].is_called_off
     assert world.now > 20
-    world.side_to_join, world.outranking, world.requested_step.value = None, None, 5
-    world.at(20.0, lambda: setattr(world.requested_step, "value", -1))  # the peer that has asked has left
+    world.side_to_join, world.outranking, world.requested_step = None, None, 5
+    world.at(20.0, lambda: setattr(world, "requested_step", -1))  # the peer that has asked has left
     assert coordinator.average(5, 8.0).outcome == Outcome.ALONE
     assert world.now > 40
 
@@ -241,6 +241,6 @@ def test_request_of_another_peer_refreshes_the_reports(coordinator, world):
     world.seconds_to_step = 100.0
     coordinator.look_ahead(world)
     assert world.num_looks == 0
-    world.requested_step.value = 5
+    world.requested_step = 5
     coordinator.look_ahead(world)
     assert world.num_looks == 1 and not world.controls and world.has_heard, "it reaches this one"

@@ -17,11 +17,12 @@ from hivemind.p2p import P2PDaemonError, PeerID, ServicerBase
 from hivemind.proto import averaging_pb2
 from hivemind.utils.crypto import RSAPrivateKey
 
-from peerstep import conduct, known_peers, matchmaking
+from peerstep import conduct, known_peers, matchmaking, requests
 from peerstep.claims import PROOF_BYTES, Claims, parse_claims, rank, sign
 from peerstep.clock import run_time
-from peerstep.matchmaking import RosterEntry, StepMatchmaking, parse_step
+from peerstep.matchmaking import RosterEntry, StepMatchmaking
 from peerstep.records import signer_of
+from peerstep.requests import parse_step
 
 pytestmark = pytest.mark.usefixtures("patches", "clock")
 
@@ -247,7 +248,7 @@ async def test_early_request_is_kept_until_the_step():
     network, ids = make_network(2, patience=30.0)
     _, early = network.search(ids[1])
     await asyncio.sleep(0.5)
-    assert network.peers[ids[0]].requested_step == 1 and network.peers[ids[1]].requested_step == -1
+    assert network.peers[ids[0]].requests.next_step == 1 and network.peers[ids[1]].requests.next_step == -1
     _, late = network.search(ids[0])
     assert_one_group(await asyncio.wait_for(asyncio.gather(early, late), 2), ids)
 
@@ -369,13 +370,14 @@ class GivenUp(set):
 
 
 @pytest.mark.parametrize("later", range(6))
-async def test_search_ends_when_it_is_cancelled_while_it_abandons_its_leader(later):
+async def test_search_ends_when_it_is_cancelled_while_it_abandons_its_leader(later, monkeypatch):
     """`later` counts the turns of the event loop from the decision to the cancellation."""
     network, ids = make_network(2, patience=0.0)
     network.search(ids[0], is_due=False)  # accepts the other peer, and does not begin
+    await asyncio.sleep(0)
+    monkeypatch.setattr(matchmaking, "Search", partial(matchmaking.Search, given_up=(given_up := GivenUp())))
     _, search = network.search(ids[1])
     await asyncio.sleep(0)
-    network.peers[ids[1]]._search.given_up = given_up = GivenUp()
     await given_up.has_one.wait()
     for _ in range(later):
         await asyncio.sleep(0)
@@ -465,7 +467,7 @@ LARGE_FIELD = b"\xfa\x07" + b"\x80\x89\x7a" + bytes(2_000_000)  # of a number th
 )
 async def test_first_answer_to_a_request(join_request, code):
     network, ids = make_network(2)
-    network.peers[ids[0]].finish(3)
+    network.peers[ids[0]].requests.finish(3)
     async with network.join(*ids, join_request) as answers:
         assert (await anext(answers)).code == code
     async with network.join(*ids, request(4, gather=entry_of(ids[1], ids[0], step=4))) as answers:
@@ -487,7 +489,7 @@ async def test_pending_requests_are_disbanded_with_the_step():
     network, ids = make_network(2)
     async with network.join(*ids, request(gather=entry_of(ids[1], ids[0]))) as answers:
         assert (await anext(answers)).code == averaging_pb2.ACCEPTED
-        network.peers[ids[0]].finish(1)
+        network.peers[ids[0]].requests.finish(1)
         assert (await anext(answers)).code == averaging_pb2.GROUP_DISBANDED
 
 
@@ -581,7 +583,7 @@ async def test_request_for_a_step_far_ahead_does_not_hide_the_others():
             entry = entry_of(peer_id, leader, step=number)
             answers = await stack.enter_async_context(network.join(leader, peer_id, request(number, gather=entry)))
             assert (await anext(answers)).code == averaging_pb2.ACCEPTED
-        assert network.peers[leader].requested_step == 1
+        assert network.peers[leader].requests.next_step == 1
 
 
 async def test_requests_of_a_stranger_count_for_a_short_time(clock):
@@ -589,15 +591,15 @@ async def test_requests_of_a_stranger_count_for_a_short_time(clock):
     network, (leader, known, stranger) = make_network(3)
     forget(network, stranger, by=[leader])
     for _ in range(2):
-        for seconds, step in ((0.0, 1), (1.0 + matchmaking.STRANGER_SECONDS, -1)):
+        for seconds, step in ((0.0, 1), (1.0 + requests.STRANGER_SECONDS, -1)):
             clock.now += seconds
             entry = entry_of(stranger, leader)
             async with network.join(leader, stranger, request(gather=entry)) as answers:
                 assert (await anext(answers)).code == averaging_pb2.ACCEPTED
-                assert network.peers[leader].requested_step == step
+                assert network.peers[leader].requests.next_step == step
         async with network.join(leader, known, request(3, gather=entry_of(known, leader, step=3))) as answers:
             assert (await anext(answers)).code == averaging_pb2.ACCEPTED
-            assert network.peers[leader].requested_step == 3
+            assert network.peers[leader].requests.next_step == 3
         clock.now += known_peers.KNOWN_SECONDS
         network.know([known], by=[leader])
 
@@ -639,7 +641,7 @@ async def test_peer_that_was_in_a_roster_lately_is_no_stranger(monkeypatch, cloc
 
 
 async def test_number_of_pending_requests_is_bounded(monkeypatch):
-    monkeypatch.setattr(matchmaking, "MAX_HELD_REQUESTS", 2)
+    monkeypatch.setattr(requests, "MAX_HELD_REQUESTS", 2)
     network, ids = make_network(2)
     expected = [averaging_pb2.ACCEPTED] * 2 + [averaging_pb2.GROUP_IS_FULL, averaging_pb2.ACCEPTED]
     async with AsyncExitStack() as stack:
@@ -648,7 +650,7 @@ async def test_number_of_pending_requests_is_bounded(monkeypatch):
                 network.join(ids[0], peer_id, request(gather=entry_of(peer_id, ids[0])))
             )
             assert (await anext(answers)).code == code
-    assert not network.peers[ids[0]]._requests
+    assert not network.peers[ids[0]].requests._requests
 
 
 class FalseLeader:

@@ -19,6 +19,7 @@ from peerstep.joining import MAX_MISSED_UPDATES
 from peerstep.local_updates import INNER_WARMUP_STEPS
 from peerstep.membership import MAX_ATTEMPTS
 from peerstep.optimizer import CollaborativeOptimizer
+from peerstep.options import Options
 from peerstep.progress_record import MAX_LAG
 from peerstep.view import View
 from tests.support.offline import PEER, offline_optimizer
@@ -61,9 +62,14 @@ def value_of(tensors) -> float:
     return tensor[0, 0].item()
 
 
+def parameters_of(optimizer: CollaborativeOptimizer) -> list[torch.Tensor]:
+    """Return the parameters of the last global step."""
+    return optimizer.state_averager.layout.parameters
+
+
 def gradient_of(optimizer: CollaborativeOptimizer) -> float:
     """Return the value that all elements of the newest step's gradient have."""
-    return value_of([parameter.grad for parameter in optimizer._offloaded_parameters()])
+    return value_of([parameter.grad for parameter in parameters_of(optimizer)])
 
 
 def test_weight_of_a_contribution_is_bounded():
@@ -158,7 +164,7 @@ def test_what_torch_and_hivemind_offer_works_or_says_so():
         optimizer.add_param_group({})
     for params in ([], [{"params": []}], iter(())):
         with pytest.raises(ValueError, match="empty parameter list"):
-            CollaborativeOptimizer(params, torch.optim.AdamW, PEER, target_batch_size=1, batch_size_per_step=1)
+            CollaborativeOptimizer(params, torch.optim.AdamW, PEER, Options(batch_size_per_step=1))
 
 
 def test_loaded_state_is_the_step_that_others_are_told_and_the_parameters_of_the_model():
@@ -173,7 +179,7 @@ def test_loaded_state_is_the_step_that_others_are_told_and_the_parameters_of_the
     other.load_state_dict(saved)
     other.finish_pending_update()
     assert saved["state"]["local_epoch"] == 1, "it is the caller's"
-    assert value_of(other._offloaded_parameters()) == value_of([parameter]) == 1.5
+    assert value_of(parameters_of(other)) == value_of([parameter]) == 1.5
     assert other.local_epoch == other.state_averager.applied_step == other.tracker.local_progress.completed == 1
 
 
@@ -211,7 +217,7 @@ def test_step_uses_the_average_or_without_one_the_own_gradient(outcome):
     take(optimizer, outcome, gradients=-0.2)
     expected = -0.2 if outcome == Outcome.AVERAGED else 0.2
     assert gradient_of(optimizer) == pytest.approx(expected)
-    moved = value_of(optimizer._offloaded_parameters()) - 3.0
+    moved = value_of(parameters_of(optimizer)) - 3.0
     assert moved == pytest.approx(-0.01 if expected > 0 else 0.01, rel=1e-3)  # AdamW's first step
     assert (optimizer.local_epoch, optimizer.accumulator.num_samples) == (1, 0)
     assert optimizer.state_averager.allow_state_sharing
@@ -270,7 +276,7 @@ def test_missed_contribution_counts_once_more_unless_the_next_step_is_missed_too
     assert value_of(optimizer.coordinator.contribution) == pytest.approx(0.3)
     take(optimizer, Outcome.MISSED)
     assert optimizer.accumulator.num_samples == 0 and optimizer.distance == 3
-    assert value_of(optimizer._offloaded_parameters()) == 3.0
+    assert value_of(parameters_of(optimizer)) == 3.0
     assert not optimizer.state_averager.allow_state_sharing, "its state lacks three updates"
     assert samples_of(optimizer) == [(1, None), (2, None), (3, None)]
     report = optimizer.tracker.local_progress
@@ -421,7 +427,7 @@ def test_distance_grows_by_what_is_missed_and_shrinks_by_the_parameters_received
         take(optimizer, received=received, parameters=2.9)
         assert optimizer.distance == pytest.approx(distance)
         assert optimizer.pace.recent_rounds[-1] == (received == 1)
-        assert value_of(optimizer._offloaded_parameters()) == pytest.approx(2.9, abs=0.02)
+        assert value_of(parameters_of(optimizer)) == pytest.approx(2.9, abs=0.02)
         assert optimizer.membership.is_settling == (optimizer.local_epoch < 4), "its statistics lack a gradient"
     assert [step for step, _ in optimizer.state_averager.marks] == [4], "the round of step 2 was not complete"
 
@@ -431,7 +437,7 @@ def test_peer_that_lacks_updates_receives_parameters_on_demand():
     optimizer.distance = 40.0
     take(optimizer, is_given=True, parameters=1.5)
     assert optimizer.distance == 0 and optimizer.membership.is_settling
-    assert value_of(optimizer._offloaded_parameters()) == pytest.approx(1.5, abs=0.02)
+    assert value_of(parameters_of(optimizer)) == pytest.approx(1.5, abs=0.02)
     assert samples_of(optimizer) == [(1, None)], "its gradients had no weight"
     assert optimizer.state_averager.allow_state_sharing and optimizer.state_averager.marks == ()
 
@@ -445,7 +451,7 @@ def test_peer_whose_parameters_are_far_from_those_of_most_receives_theirs(is_far
     optimizer = build(average_state_every=1)
     optimizer.coordinator.other = other
     take(optimizer, parameters=2.5, is_far=is_far)
-    assert value_of(optimizer._offloaded_parameters()) == pytest.approx(3.0 if is_far else 2.5, abs=0.02)
+    assert value_of(parameters_of(optimizer)) == pytest.approx(3.0 if is_far else 2.5, abs=0.02)
     assert optimizer.distance == after
 
 
@@ -466,7 +472,7 @@ def test_bounds_of_a_round(distance, invited, monkeypatch):
 
 def test_step_without_finite_parameters_is_not_taken():
     optimizer = build()
-    optimizer._offloaded_parameters()[0].data.fill_(float("inf"))
+    parameters_of(optimizer)[0].data.fill_(float("inf"))
     take(optimizer)
     assert (
         optimizer.steps.is_interrupted(optimizer.tracker.view())
@@ -568,7 +574,7 @@ def test_local_updates_of_other_parameters_are_dropped(monkeypatch):
     compute(optimizer, 0.2)
 
     def load(**_query) -> bool:
-        optimizer._offloaded_parameters()[0].data.fill_(7.0)
+        parameters_of(optimizer)[0].data.fill_(7.0)
         optimizer.state_averager.local_epoch = 8
         return True
 
@@ -595,7 +601,7 @@ def test_local_updates_that_diverge_are_sent_to_nobody_and_dropped():
     take(optimizer)
     assert optimizer.coordinator.weights == [0.0] and value_of(optimizer.coordinator.contribution) == 0.0
     assert optimizer.discard_local_updates()
-    assert torch.equal(*optimizer.state_averager.main_parameters, *optimizer._offloaded_parameters())
+    assert torch.equal(*optimizer.state_averager.main_parameters, *parameters_of(optimizer))
 
 
 def test_checkpoint_has_the_parameters_of_the_last_step():
@@ -604,7 +610,7 @@ def test_checkpoint_has_the_parameters_of_the_last_step():
     compute(optimizer, 0.2)
     before = parameter.detach().clone()
     with optimizer.saved_state():
-        assert torch.equal(parameter, optimizer._offloaded_parameters()[0]) and not torch.equal(parameter, before)
+        assert torch.equal(parameter, parameters_of(optimizer)[0]) and not torch.equal(parameter, before)
     assert torch.allclose(parameter, before)
 
 
@@ -614,7 +620,7 @@ def test_what_sparse_rounds_have_not_taken_is_resumed_within_the_bound_on_a_cont
     optimizer.state_averager.main_parameters[0].data.fill_(2.0)
     optimizer.begin_at(5, [torch.full((1, 2), unsent).bfloat16()])
     assert value_of(optimizer.state_averager.main_parameters) == pytest.approx(2.0 + resumed)
-    assert value_of(optimizer._offloaded_parameters()) == 2.0 and optimizer.accumulator.num_samples == 0
+    assert value_of(parameters_of(optimizer)) == 2.0 and optimizer.accumulator.num_samples == 0
     with optimizer.saved_state() as saved:
         assert value_of(saved) == pytest.approx(resumed)
     take(optimizer)
@@ -648,7 +654,7 @@ def test_checkpoint_during_a_hanging_round_waits_for_nothing_and_has_one_step(ma
             assert metadata["epoch"] == 1 and torch.equal(copy, parameter)
             may_end.set()  # the step cannot change the state before the context is closed
             time.sleep(0.2)
-            assert torch.equal(copy, optimizer._offloaded_parameters()[0]) and torch.equal(copy, parameter)
+            assert torch.equal(copy, parameters_of(optimizer)[0]) and torch.equal(copy, parameter)
 
     with ThreadPoolExecutor(2) as pool:
         step = pool.submit(take_next)
@@ -661,7 +667,7 @@ def test_checkpoint_during_a_hanging_round_waits_for_nothing_and_has_one_step(ma
     assert optimizer.local_epoch == optimizer.state_averager.applied_step == 2
     assert not optimizer.accumulator.num_samples
     optimizer.finish_pending_update()
-    assert torch.allclose(parameter, optimizer._offloaded_parameters()[0]), "the local updates are in the step"
+    assert torch.allclose(parameter, parameters_of(optimizer)[0]), "the local updates are in the step"
 
 
 def test_micro_batch_that_is_missing_costs_its_local_step_alone():

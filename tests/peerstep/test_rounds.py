@@ -3,7 +3,6 @@
 import asyncio
 import signal
 import threading
-from collections import Counter
 from types import SimpleNamespace
 from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
 
@@ -17,9 +16,11 @@ from hivemind.utils.asyncio import as_aiter
 
 from peerstep.base import SafeAverager
 from peerstep.claims import Claims, deal
-from peerstep.compression import COMPRESSIONS
 from peerstep.conduct import Conduct
-from peerstep.rounds import RoundAverager, RoundResult
+from peerstep.options import Options
+from peerstep.own_rounds import OwnRounds
+from peerstep.round_result import RoundResult
+from peerstep.rounds import RoundAverager
 from tests.support.false_leader import FalseLeader
 from tests.support.peers import Script, wait_until
 
@@ -108,26 +109,25 @@ class StandInReducer:
         yield AveragingData(code=AVERAGED_PART)
 
 
-class LateAverager(RoundAverager):
-    """Averager without a process."""
+class LateAverager(SafeAverager):
+    """Averager without a process, with some rounds."""
 
-    def __init__(self):
-        self._refused, self._elsewhere, self._waiting = [], [], Counter()
-        known = b"called off", b"known, but never triggered", b"group"
-        self._rounds = {b"finished": None, **{group: asyncio.get_running_loop().create_future() for group in known}}
-        self._rounds[b"called off"].set_result(None)
-        self._matchmaking = SimpleNamespace(request_timeout=0.5)
-        self.allreduce_kwargs = {"reducer_timeout": 5.0}
+    def __init__(self, reducer_timeout: float = 5.0):
+        self.rounds = OwnRounds(reducer_timeout)
+        for group_id in (b"finished", b"called off", b"known, but never triggered", b"group"):
+            self.rounds.expect(group_id)
+        for group_id in (b"finished", b"called off"):
+            self.rounds.end(group_id)
 
     async def answer(self, group_id: bytes = b"group", size: int = 0) -> AsyncIterator[AveragingData]:
         """Answer a part of a round that begins 0.3 seconds later.
 
         :param size: of the part in the first message, in bytes
         """
-        loop, begins, request = asyncio.get_running_loop(), self._rounds[b"group"], AveragingData(group_id=group_id)
+        loop, request = asyncio.get_running_loop(), AveragingData(group_id=group_id)
         request.tensor_part.buffer = bytes(size)
-        loop.call_later(0.3, begins.set_result, SimpleNamespace(reducer=StandInReducer()))
-        return self.rpc_aggregate_part(as_aiter(request), SimpleNamespace(remote_id=None))
+        loop.call_later(0.3, self.rounds.begin, SimpleNamespace(group_id=b"group", reducer=StandInReducer()))
+        return self._keep_stream_open(self.rounds.answer(as_aiter(request), None))
 
     async def ends_by_itself(self, seconds: float) -> bool:
         """Whether the answers end within `seconds` after the last one although the caller keeps the stream open."""
@@ -152,21 +152,20 @@ class LateAverager(RoundAverager):
     ],
 )
 async def test_part_for_a_round_that_has_ended_or_is_large_is_refused(clock, group_id, size, reducer_timeout, seconds):
-    averager = LateAverager()
-    averager.allreduce_kwargs = {"reducer_timeout": reducer_timeout}
+    averager = LateAverager(reducer_timeout)
     async with asyncio.timeout(seconds):
         assert (await anext(await averager.answer(group_id, size))).code == BAD_GROUP_ID
-    assert averager._refused == [(group_id, None)]
+    assert list(averager.rounds._refused) == [(group_id, None)]
 
 
 async def test_number_of_waiting_parts_of_unknown_groups_is_bounded_for_each_peer(clock, monkeypatch):
-    monkeypatch.setattr("peerstep.rounds.MAX_WAITING_STREAMS", 0)
+    monkeypatch.setattr("peerstep.own_rounds.MAX_WAITING_STREAMS", 0)
     averager = LateAverager()
     async with asyncio.timeout(0.4):
         assert (await anext(await averager.answer(b"unknown"))).code == BAD_GROUP_ID
     averager = LateAverager()
     assert (await anext(await averager.answer())).code == AVERAGED_PART, "that of a round that begins later waits"
-    assert not averager._waiting.total()
+    assert not averager.rounds._waiting.total()
 
 
 async def test_stream_is_closed_by_the_caller_and_not_at_once_by_the_one_that_answers(clock):
@@ -184,18 +183,14 @@ VICTIM, EVIL = (PeerID(b"\x12\x20" + bytes([number] * 32)) for number in range(2
 def build_averager(peer_id: PeerID) -> RoundAverager:
     """Build an averager without its process."""
     torch.manual_seed(0)
-    compressions = {f"{name}_compression": COMPRESSIONS["float16"]() for name in ("gradient", "parameter")}
-    return RoundAverager(
-        [torch.randn(4000)],
-        dht=SimpleNamespace(peer_id=peer_id, client_mode=False, is_open=True), prefix="run_round_averager",
-        private_key=None, average_parameters_every=8, max_weight=4096.0, learning_rate=1e-3, target_group_size=256,
-        min_matchmaking_time=5.0, allreduce_timeout=60.0, next_chunk_timeout=15.0, **compressions,
-    )  # fmt: skip
+    dht = SimpleNamespace(peer_id=peer_id, client_mode=False, is_open=True)
+    names = {"prefix": "run_round_averager", "private_key": None, "learning_rate": 1e-3}
+    return RoundAverager([torch.randn(4000)], Options(batch_size_per_step=4), dht=dht, **names)
 
 
 async def average_in_false_group(averager: RoundAverager, claims: dict[PeerID, Claims]) -> RoundResult:
     """Let the victim average in a group that the evil one has formed."""
-    averager._p2p, averager._matchmaking = None, SimpleNamespace(conduct=Conduct(VICTIM), request_timeout=0.5)
+    averager._p2p, averager._matchmaking = None, SimpleNamespace(conduct=Conduct(VICTIM))
     (group,) = deal(3, claims, None)
     leader = FalseLeader(build_averager(EVIL), SimpleNamespace(peer_id=EVIL), "groups of two")
     leader._groups[group.group_id] = 3, group
@@ -204,8 +199,8 @@ async def average_in_false_group(averager: RoundAverager, claims: dict[PeerID, C
         return leader.answer(await anext(stream), VICTIM)
 
     averager.get_stub = lambda *_args, **_options: SimpleNamespace(rpc_aggregate_part=answer)
-    control, begins = SimpleNamespace(step=3, weight=64.0), asyncio.get_running_loop().create_future()
-    return await averager._average_in_group(control, group, EVIL, begins)
+    averager._own.expect(group.group_id)
+    return await averager._average_in_group(SimpleNamespace(step=3, weight=64.0), group, EVIL)
 
 
 @pytest.mark.parametrize(("distance", "takes"), [(0.0, False), (1.0, False), (2000.0, True)])
@@ -222,9 +217,10 @@ async def test_members_that_ask_for_another_group_do_not_know_this_one(offline, 
     """They reduce nothing, so they refuse nothing. A leader kept three of four trainers as followers in this way."""
     others = [PeerID(b"\x12\x20" + bytes([number] * 32)) for number in (2, 3, 4)]
     averager = build_averager(VICTIM)
-    averager._matchmaking, averager._rounds = SimpleNamespace(request_timeout=0.5), {b"ended": None}
+    averager._own.expect(b"ended")
+    averager._own.end(b"ended")
     for sender in others:
         request = as_aiter(AveragingData(group_id=group_id))
-        assert [answer.code async for answer in averager._answer_part(request, sender)] == [BAD_GROUP_ID]
+        assert [answer.code async for answer in averager._own.answer(request, sender)] == [BAD_GROUP_ID]
     await average_in_false_group(averager, {EVIL: Claims(20.0)} | dict.fromkeys([VICTIM, *others], Claims(0.0)))
     assert averager._matchmaking.conduct.may_lead(EVIL) == may_lead

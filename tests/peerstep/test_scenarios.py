@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 import pytest
 import torch
 
-from peerstep import joining, known_peers, rounds, uplink
+from peerstep import joining, known_peers, uplink
 from peerstep.history import MAX_DIFFERENT, different_marks
 from tests.support import simulated_network
 from tests.support.scenario import BATCH, Peer, Scenario
@@ -75,7 +75,7 @@ def test_thin_uplink_costs_the_others_neither_steps_nor_samples():
 
 def test_claims_follow_what_the_links_carry_from_the_second_round_on(monkeypatch):
     """Two trainers come later. The time of a measurement is as small as the links: a gradient has 800 bytes."""
-    monkeypatch.setattr(rounds, "FIRST_CLAIM", 1e-4)
+    monkeypatch.setattr(uplink, "FIRST_CLAIM", 1e-4)
     monkeypatch.setattr(uplink, "RATE_SECONDS", 0.25)
 
     def claims() -> list[float]:

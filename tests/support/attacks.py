@@ -29,9 +29,11 @@ from peerstep.coordinator import RoundCoordinator
 from peerstep.known_peers import KnownPeers
 from peerstep.local_updates import LocalTraining
 from peerstep.matchmaking import StepMatchmaking
+from peerstep.own_rounds import OwnRounds
 from peerstep.progress import ProgressTracker
 from peerstep.progress_record import MAX_SAMPLES, PeerProgress
 from peerstep.reducer import Reducer
+from peerstep.requests import JoinRequests
 from peerstep.rounds import RoundAverager
 from peerstep.state import TrainingStateAverager
 from tests.support.false_leader import FalseLeader
@@ -107,7 +109,7 @@ def stay_silent() -> None:
 def lead_nowhere() -> None:
     """Accept every request to lead, and never begin."""
     StepMatchmaking._choose_leader = lambda self, search: self.peer_id
-    StepMatchmaking._joined = lambda self, search: {}
+    JoinRequests.for_step = lambda self, step: {}
 
 
 class _LoudLeader(FalseLeader):
@@ -120,8 +122,8 @@ def lead_falsely(kind: str) -> None:
     """As a leader, form false groups of a kind, see false_leader.py."""
 
     def run_round(run, self, control):
-        if not hasattr(self, "false_leader"):
-            self.false_leader = _LoudLeader(self, self._matchmaking, kind)
+        if not hasattr(self._own, "false_leader"):
+            self._own.false_leader = _LoudLeader(self, self._matchmaking, kind)
         return run(self, control)
 
     async def answer_part(answer, self, stream, sender):
@@ -134,7 +136,7 @@ def lead_falsely(kind: str) -> None:
             yield message
 
     wrap(RoundAverager, "_run_round", run_round)
-    wrap(RoundAverager, "_answer_part", answer_part)
+    wrap(OwnRounds, "answer", answer_part)
 
 
 def lead_takeover() -> None:
@@ -167,7 +169,7 @@ def flood_requests() -> None:
 
     async def ask(self, leader) -> None:
         while True:
-            key = str(self.finished_step + 1)
+            key = str(self.requests.finished_step + 1)
             request = averaging_pb2.JoinRequest(
                 schema_hash=self.schema_hash, expiration=run_time() + 60, gather=claims, group_key=key
             )
@@ -187,7 +189,7 @@ def flood_requests() -> None:
         view = self.tracker.view()
         steps = [progress.epoch for progress in view.others]
         number = 1 + max(steps, default=0)  # for which the others look for a group now
-        self.averager.set_roster(view.roster(number), number - 1)
+        self.rounds.set_roster(view.roster(number), number - 1)
 
     asking = {}
     StepMatchmaking.look_for_group, RoundCoordinator.update_roster = look_for_group, update_roster

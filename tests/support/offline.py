@@ -16,7 +16,7 @@ from peerstep.coordinator import Outcome
 from peerstep.optimizer import CollaborativeOptimizer
 from peerstep.progress_record import PeerProgress
 from peerstep.records import signer_of
-from peerstep.rounds import RoundResult
+from peerstep.round_result import RoundResult
 from peerstep.state import TrainingStateAverager
 from tests.support.models import build_model
 from tests.support.peers import build_trainers_optimizer
@@ -59,7 +59,7 @@ class Rounds:
     def __init__(self, optimizer: CollaborativeOptimizer):
         self.averager = optimizer.grad_averager
         self.optimizer = optimizer
-        self.stopped = optimizer.coordinator.stopped
+        self.stopped, self.options = optimizer.coordinator.stopped, optimizer.options
         self.outcome, self.received, self.is_given = Outcome.AVERAGED, 1.0, False
         self.gradients, self.parameters = 0.0, None
         self.during: Callable[[], object] = lambda: None

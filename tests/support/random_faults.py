@@ -25,7 +25,7 @@ from hivemind.p2p import P2PDaemonError
 from hivemind.utils import MPFuture
 from hivemind.utils.timed_storage import ValueWithExpiration
 
-from peerstep import allreduce, clock, reducer, rounds, uplink
+from peerstep import allreduce, clock, reducer, uplink
 from peerstep.records import signer_of
 from tests.support.scenario import BATCH, Monitor, Peer, Scenario, State
 from tests.support.simulated_network import DHT_SECONDS, DIAL_SECONDS
@@ -289,7 +289,7 @@ class FaultyRun(Scenario):
         super().__enter__()
         logging.getLogger("peerstep").setLevel(logging.INFO)
         self._patches.setattr(clock, "_offset", _ClockError())
-        self._patches.setattr(rounds, "FIRST_CLAIM", 1e-4)  # of links that are as small as the models
+        self._patches.setattr(uplink, "FIRST_CLAIM", 1e-4)  # of links that are as small as the models
         self._patches.setattr(uplink, "RATE_SECONDS", 0.25)
         self._patches.setattr(threading, "excepthook", self._on_exception)
         for name in ("peerstep", "hivemind", None):

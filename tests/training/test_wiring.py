@@ -2,11 +2,12 @@
 
 import contextlib
 from collections import ChainMap
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from hivemind.compression import CompressionBase, CompressionInfo, TensorRole
+from hivemind.compression import CompressionInfo, TensorRole
 
 from arguments import CollaborationArguments, LocalTrainingArguments, ProgressTrackerArguments
 from cotrain.common.errors import UserError
@@ -14,7 +15,8 @@ from cotrain.options import NOTHING, TrainerOptions
 from cotrain.training import builders
 from cotrain.training.hf_trainer import build_training_arguments
 from peerstep import optimizer as optimizer_module
-from peerstep.compression import COMPRESSIONS, build_state_compression
+from peerstep.compression import build_state_compression
+from peerstep.options import Options, TrackerOptions
 from tests.support.fakes import FAKE_PEER
 
 # Values unlike the defaults
@@ -57,7 +59,8 @@ def built(monkeypatch) -> dict[str, ChainMap]:
         collaboration = CollaborationArguments(run_id="run", **COLLABORATION)
         args = TrainerOptions(training, None, collaboration, ProgressTrackerArguments(**TRACKER), NOTHING)
         optimizer = builders.build_optimizer(model, FAKE_PEER, 8, args)
-        parts = optimizer, optimizer.coordinator, optimizer.steps, optimizer.state_averager, optimizer.grad_averager
+        assert optimizer.options is optimizer.grad_averager.args[1] is optimizer.coordinator.options
+        parts = optimizer, optimizer.state_averager, optimizer.grad_averager
         more = {"max_norm": optimizer.accumulator.max_norm, "training": optimizer.accumulator}
         more["tracker_args"] = vars(optimizer.tracker.args[3])
         found[name] = ChainMap(more, *map(vars, reversed(parts)))
@@ -87,41 +90,39 @@ def test_hyperparameters_reach_the_optimizer(built):
 BOTH = ("plain", "local")
 # Flag, objects, attribute, value that they receive
 TABLE = [
-    ("target_batch_size", BOTH, "target_batch_size", 640),
-    ("target_batch_size", BOTH, "max_weight", 640.0),
-    ("batch_size_lead", BOTH, "batch_size_lead", 64),
-    ("bandwidth", BOTH, "bandwidth", 7.0),
-    ("averaging_timeout", BOTH, "averaging_timeout", 80.0),
-    ("averaging_timeout", BOTH, "next_chunk_timeout", 20.0),
     ("averaging_timeout", BOTH, "donor_timeout", 80.0),
-    ("averaging_timeout", BOTH, "allreduce_timeout", 80.0),
-    ("matchmaking_time", BOTH, "matchmaking_time", 9.0),
-    ("matchmaking_time", BOTH, "min_matchmaking_time", 9.0),
-    ("average_state_every", BOTH, "average_parameters_every", 3),
-    ("gradient_compression", BOTH, "gradient_compression", "blockwise8"),
-    ("state_compression", BOTH, "parameter_compression", "scaled_float16"),
     ("load_state_timeout", BOTH, "download_timeout", 100.0),
     ("load_state_timeout", ("observer",), "donor_timeout", 35.0),
     ("", ("observer",), "allow_state_sharing", False),
-    ("delay_grad_averaging", BOTH, "delay_grad_averaging", False),
-    ("delay_optimizer_step", BOTH, "delay_optimizer_step", False),
-    ("target_group_size", BOTH, "target_group_size", 17),
     ("local_updates", ("local",), "local_updates", True),
     ("local_updates", ("plain",), "local_updates", False),
     ("max_grad_norm", ("plain",), "max_norm", 0.625),
     ("max_update_norm", ("local",), "max_norm", 0.5625),
     ("learning_rate", BOTH, "learning_rate", 0.25),
     *((name, BOTH, "tracker_args", TRACKER) for name in TRACKER),
-]  # fmt: skip
+]
+
+
+def test_flags_have_the_defaults_of_the_engine():
+    parts = LocalTrainingArguments(), CollaborationArguments(run_id="run")
+    flags, tracker = {**vars(parts[0]), **vars(parts[1])}, TrackerOptions(**vars(ProgressTrackerArguments()))
+    options = {name: flags.get(name, value) for name, value in vars(Options(batch_size_per_step=8)).items()}
+    assert Options(**options | {"tracker": tracker}) == Options(batch_size_per_step=8)
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_flags_are_handed_on_whole_as_options(built, name):
+    expected = {**COLLABORATION, **HYPERPARAMETERS, "batch_size_per_step": 8}
+    options = vars(built[name]["options"])
+    shared = expected.keys() & options.keys()
+    assert {flag: options[flag] for flag in shared} == {flag: expected[flag] for flag in shared}
+    assert options.keys() - shared == {"tracker", "folder"} and options["folder"] == Path("outputs")
 
 
 @pytest.mark.parametrize(("flag", "objects", "attribute", "expected"), TABLE)
 def test_flag_reaches_what_it_is_for(built, flag, objects, attribute, expected):
     for name in objects:
-        value = built[name][attribute]
-        if isinstance(value, CompressionBase):
-            value = next(name for name, cls in COMPRESSIONS.items() if type(value) is cls)
-        assert value == expected, (flag, name)
+        assert built[name][attribute] == expected, (flag, name)
 
 
 @pytest.mark.parametrize("name", ["float16", "blockwise8"])
