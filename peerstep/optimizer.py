@@ -135,12 +135,7 @@ class CollaborativeOptimizer(_Interface):
             learning_rate=peak_rate,
         )
         self.tracker = ProgressTracker(
-            swarm.dht,
-            swarm.run_id,
-            options.target_batch_size,
-            options.tracker,
-            public_key=swarm.public_key,
-            schema=self.grad_averager.schema_id,
+            swarm.dht, swarm.run_id, options, public_key=swarm.public_key, schema=self.grad_averager.schema_id
         )
         coordinator = RoundCoordinator(self.tracker, RoundClient(self.grad_averager), self.membership, options)
         self.model = SharedModel(self._build_accumulator(groups, optimizer, scheduler, local_updates))

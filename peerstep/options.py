@@ -4,19 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
-@dataclass(frozen=True)
-class TrackerOptions:
-    """How often a trainer asks the others for their progress."""
-
-    min_refresh_period: float = 0.5  # least seconds between two reads, and between two reports of samples
-    max_refresh_period: float = 30.0  # most seconds between two reads
-    default_refresh_period: float = 3.0  # the same while no other peer reports any, or after a read that has failed
-    expected_drift_peers: float = 3.0  # number of peers that are assumed to join during a global step
-    expected_drift_rate: float = 0.2  # the same, as a fraction of the peers
-    performance_ema_alpha: float = 0.1  # weight of the newest measurement in the average of samples per second
-    metadata_expiration: float = 120.0  # seconds to the expiration of a report, at most 120
-
-
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """How a peer takes global steps."""
@@ -43,8 +30,16 @@ class Options:
     delay_optimizer_step: bool = True  # and while the step is taken. Set both or the first to False
     load_state_compression: str = "float16"  # of the state that newcomers download from this peer
     load_state_timeout: float = 600.0  # seconds for the download of a state
-    tracker: TrackerOptions = TrackerOptions()
     folder: Path | None = None  # on a disk, for the copies that others download; None: that for temporary files
+
+    # How often this peer reports its progress, and reads that of the others
+    min_refresh_period: float = 0.5  # least seconds between two reads, and between two reports of samples
+    max_refresh_period: float = 30.0  # most seconds between two reads
+    default_refresh_period: float = 3.0  # the same while no other peer reports any, or after a read that has failed
+    expected_drift_peers: float = 3.0  # number of peers that are assumed to join during a global step
+    expected_drift_rate: float = 0.2  # the same, as a fraction of the peers
+    performance_ema_alpha: float = 0.1  # weight of the newest measurement in the average of samples per second
+    metadata_expiration: float = 120.0  # seconds to the expiration of a report, at most 120
 
     def __post_init__(self):
         if self.delay_grad_averaging and not self.delay_optimizer_step:

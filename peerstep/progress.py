@@ -19,7 +19,7 @@ from hivemind.utils import MPFuture, PerformanceEMA, get_logger
 
 from peerstep.clock import run_time
 from peerstep.matchmaking import POLL_SECONDS
-from peerstep.options import TrackerOptions
+from peerstep.options import Options
 from peerstep.other_trainers import OtherTrainers
 from peerstep.progress_record import PeerProgress
 from peerstep.records import READ_TIMEOUT, store_record
@@ -37,9 +37,9 @@ HOLD_SECONDS, HOLD_STEPS = 120.0, 4.0
 class OwnProgress:
     """This peer's progress, and when to report it. The times are `time.monotonic`."""
 
-    def __init__(self, progress: PeerProgress, args: TrackerOptions):
-        self.progress, self._args = progress, args
-        self.performance_ema = PerformanceEMA(alpha=args.performance_ema_alpha)
+    def __init__(self, progress: PeerProgress, options: Options):
+        self.progress, self._options = progress, options
+        self.performance_ema = PerformanceEMA(alpha=options.performance_ema_alpha)
         self.is_reporting = False  # a trainer publishes nothing before its first local step
         self.report_at = 0.0  # when the next report is due
         self.completed_at = -math.inf  # when this peer last reported its position
@@ -78,7 +78,7 @@ class OwnProgress:
     def to_record(self, now: float, schema: str) -> dict:
         """Return the record of a report at this moment."""
         self._last_report = now
-        self.report_at = now + min(HEARTBEAT_SECONDS, self._args.metadata_expiration / 2)
+        self.report_at = now + min(HEARTBEAT_SECONDS, self._options.metadata_expiration / 2)
         fresh = {"schema": schema, "reported_at": run_time(), "samples_per_second": self._sustained_rate()}
         return self.progress.to_record() | fresh
 
@@ -96,7 +96,6 @@ class ProgressTracker(threading.Thread):
     """Publishes this peer's progress and reads the progress of the other peers. Decisions take a `view`.
 
     :param public_key: the subkey of this peer's records, from `build_validators`
-    :param target_batch_size: samples that all peers together accumulate for one global step
     :param schema: tells the rounds of this peer from those of peers with another model or compression. Trainers with
       another one are ignored
     """
@@ -105,17 +104,16 @@ class ProgressTracker(threading.Thread):
         self,
         dht: DHT,
         run_id: str,
-        target_batch_size: int,
-        args: TrackerOptions,
+        options: Options,
         *,
         public_key: bytes,
         schema: str = "",
     ):
         super().__init__(name="ProgressTracker", daemon=True)
-        self.dht, self.key, self.args = dht, f"{run_id}_training_progress", args
-        self.target_batch_size, self.schema = target_batch_size, schema
+        self.dht, self.key = dht, f"{run_id}_training_progress"
+        self.options, self.schema = options, schema
         own = PeerProgress(dht.peer_id.to_bytes(), client_mode=dht.client_mode, time=run_time())
-        self.own, self.others = OwnProgress(own, args), OtherTrainers(public_key, time.monotonic())
+        self.own, self.others = OwnProgress(own, options), OtherTrainers(public_key, time.monotonic())
         self.on_refresh: Callable[[], None] = lambda: None
         self._subkey = public_key
         self._lock = threading.RLock()  # of `own` and `others`; never held while the DHT is read
@@ -133,7 +131,7 @@ class ProgressTracker(threading.Thread):
                 others=others.heard(now),
                 now=now,
                 read_at=others.read_at,
-                target_batch_size=self.target_batch_size,
+                target_batch_size=self.options.target_batch_size,
                 outdated_until=own.completed_at + READ_TIMEOUT if self._is_outdated else -math.inf,
                 hold_until=own.completed_at + min(HOLD_SECONDS, HOLD_STEPS * own.step_seconds),
                 fruitless=others.fruitless,
@@ -141,7 +139,7 @@ class ProgressTracker(threading.Thread):
                 misfits=others.misfits,
                 keys=others.keys | {own.progress.peer_id: self._subkey},
                 is_open=self.dht.is_open,
-                least_seconds=self.args.min_refresh_period,
+                least_seconds=self.options.min_refresh_period,
             )
 
     @property
@@ -161,7 +159,7 @@ class ProgressTracker(threading.Thread):
             if step != self.local_progress.epoch:
                 return  # a step has begun meanwhile, and has the samples
             self.own.add_samples(samples_accumulated)
-            delay = self.args.min_refresh_period
+            delay = self.options.min_refresh_period
             if self.own.knows_rate:  # other peers extrapolate the samples between two reports
                 delay = max(delay, REPORT_FRACTION * self.view().seconds_to_step)
             self._change(delay, samples_accumulated=samples_accumulated)
@@ -178,7 +176,7 @@ class ProgressTracker(threading.Thread):
             # A peer that passes steps which are long over stays apart.
             if not is_later or self.view().side_to_join is None:
                 self.others.num_reads_apart = 0
-        self.refresh_in(self.args.min_refresh_period)
+        self.refresh_in(self.options.min_refresh_period)
 
     def set_away(self, away: bool) -> None:
         """Report whether other peers are not to wait for this one."""
@@ -246,11 +244,11 @@ class ProgressTracker(threading.Thread):
     def _report(self) -> None:
         with self._lock:
             record = self.own.to_record(time.monotonic(), self.schema)
-        store_record(self.dht, self.key, self._subkey, record, self.args.metadata_expiration)
+        store_record(self.dht, self.key, self._subkey, record, self.options.metadata_expiration)
 
     def _begin_read(self) -> None:
         now = time.monotonic()
-        self._read_at = now + self.args.default_refresh_period  # retry interval if the read fails
+        self._read_at = now + self.options.default_refresh_period  # retry interval if the read fails
         options = {"latest": True, "return_future": True, "members": self.others.members}
         self._pending = self.dht.get(self.key, **options), now  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -268,30 +266,30 @@ class ProgressTracker(threading.Thread):
             future.cancel()
             raise TimeoutError("the DHT does not answer")
         found, now = future.result(timeout=0), time.monotonic()
-        latest_expiration = run_time() + self.args.metadata_expiration - ALIVE_SECONDS
+        latest_expiration = run_time() + self.options.metadata_expiration - ALIVE_SECONDS
         with self._lock:
             self.others.read(found.value if found is not None else {}, self.schema, latest_expiration, begun_at, now)
             if not self._is_outdated:
                 is_apart = self.view().outranking is not None
                 self.others.num_reads_apart = self.others.num_reads_apart + 1 if is_apart else 0
-            self._read_at = now + (self.args.min_refresh_period if self._is_outdated else self._refresh_period())
+            self._read_at = now + (self.options.min_refresh_period if self._is_outdated else self._refresh_period())
         self._has_read.set()
         return True
 
     def _refresh_period(self) -> float:
-        view, args = self.view(), self.args
+        view, options = self.view(), self.options
         number = 1 + len(view.others)
         if number <= 1:
-            return args.default_refresh_period
-        drift = max(args.expected_drift_peers, number * args.expected_drift_rate)
+            return options.default_refresh_period
+        drift = max(options.expected_drift_peers, number * options.expected_drift_rate)
         period = view.estimate[1] * number / (number + drift)
         if view.num_reads_apart or any(p.completed < p.epoch <= view.own.completed for p in view.side):
             # A trainer that waits for its round reports a low rate, until it continues.
             period = min(period, ROUND_END_SECONDS)
         # The first rates of a new peer are unreliable: read again after 0.5, 1, 2, 4 ... seconds.
         period = min(period, view.now - self.others.newcomer_at)
-        shortest = max(args.min_refresh_period, SECONDS_PER_PEER * number)
-        return min(max(period, shortest), args.max_refresh_period)
+        shortest = max(options.min_refresh_period, SECONDS_PER_PEER * number)
+        return min(max(period, shortest), options.max_refresh_period)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Stop the thread and announce that this peer leaves."""
@@ -300,4 +298,4 @@ class ProgressTracker(threading.Thread):
             self._wake.set()
             self.join(timeout)
             if self.own.is_reporting:
-                store_record(self.dht, self.key, self._subkey, None, self.args.metadata_expiration)
+                store_record(self.dht, self.key, self._subkey, None, self.options.metadata_expiration)

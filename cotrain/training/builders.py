@@ -6,7 +6,7 @@ Peers exchange the optimizer state by position, so all of them must use these bu
 import contextlib
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, fields
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from cotrain.settings import Hyperparameters, check_compression
 from cotrain.training.lamb import ForeachLamb
 from peerstep.local_updates import LocalUpdates, step_builders
 from peerstep.optimizer import CollaborativeOptimizer
-from peerstep.options import Options, TrackerOptions
+from peerstep.options import Options
 from peerstep.state import TrainingStateAverager
 from peerstep.swarm import Swarm, supervise
 
@@ -136,14 +136,13 @@ def build_optimizer(
         )
     check_compression(run_args.gradient_compression, training_args.local_updates)
     names = {field.name for field in fields(Options)}
-    flags = {name: value for name, value in {**vars(run_args), **vars(training_args)}.items() if name in names}
+    flags = {**vars(run_args), **vars(training_args), **vars(args.tracker)}
     optimizer = CollaborativeOptimizer(
         build_param_groups(model, training_args.weight_decay, training_args.optimizer),
         swarm=peer,
         options=Options(
-            **flags,
+            **{name: value for name, value in flags.items() if name in names},
             batch_size_per_step=batch_size_per_step,
-            tracker=TrackerOptions(**asdict(args.tracker)),
             folder=Path(training_args.output_dir),
         ),
         **_step_options(training_args),

@@ -136,7 +136,7 @@ class TrainingSession:
             if self.optimizer.load_state_from_peers():
                 return True
             if has_misfits_only and attempt < self.MAX_JOIN_ATTEMPTS:
-                time.sleep(tracker.args.default_refresh_period)
+                time.sleep(tracker.options.default_refresh_period)
                 continue
             ahead = [peer for peer in tracker.view().live if peer.epoch > self.optimizer.local_epoch + 1]
             if not ahead or self.should_stop():
@@ -153,7 +153,7 @@ class TrainingSession:
                     f"downloaded within --load_state_timeout {self.args.load_state_timeout:.0f} seconds. Check that "
                     "they are reachable from this machine and use the same model and optimizer"
                 )
-            time.sleep(min(5.0, tracker.args.default_refresh_period))
+            time.sleep(min(5.0, tracker.options.default_refresh_period))
 
     def _refuse_misfits(self) -> bool:
         """Return whether all other trainers average something else. UserError if one of them is an initial peer.

@@ -12,11 +12,11 @@ from hivemind.utils import MSGPackSerializer
 from hivemind.utils.mpfuture import MPFuture
 from hivemind.utils.timed_storage import ValueWithExpiration
 
-from arguments import ProgressTrackerArguments
 from peerstep import other_trainers as others_module
 from peerstep import progress as progress_module
 from peerstep import view as view_module
 from peerstep.clock import run_time
+from peerstep.options import Options
 from peerstep.progress import ProgressTracker
 from peerstep.progress_record import PROTOCOL, PeerProgress, parse_progress, read_progress
 from peerstep.records import READ_TIMEOUT, is_readable, signer_of
@@ -67,8 +67,8 @@ def clock(monkeypatch) -> SimpleNamespace:
 
 
 def make_tracker(target: int = 100, **args) -> ProgressTracker:
-    args = ProgressTrackerArguments(**args)
-    return ProgressTracker(FakeDHT(), "run", target, args, public_key=subkey(0))
+    options = Options(batch_size_per_step=1, target_batch_size=target, **args)
+    return ProgressTracker(FakeDHT(), "run", options, public_key=subkey(0))
 
 
 def record(number: int, epoch: int = 0, samples: int = 0, rate: float = 0.0, age: float = 0.0, **fields) -> dict:
@@ -259,7 +259,7 @@ def test_claim_of_a_target_batch_does_not_make_a_step_due(number, invited, secon
     see(tracker, *honest, record(99, samples=10**6, rate=10**6, time=run_time() - age))
     compute(tracker, 8)
     assert tracker.view().seconds_to_step >= seconds and (tracker.view().seconds_to_step == 0) == invited
-    assert invited or tracker.view().estimate[0] <= 0.02 * tracker.target_batch_size
+    assert invited or tracker.view().estimate[0] <= 0.02 * tracker.options.target_batch_size
 
 
 def test_trainers_that_are_stuck_make_nobody_count_for_less(clock):
@@ -321,7 +321,7 @@ def test_read_that_began_before_the_last_step_says_nothing_about_the_next(clock)
     tracker.report_position(1, 0)
     compute(tracker, 100)
     assert tracker._finish_read() and tracker.view().seconds_to_step > 0 and tracker.view().num_reads_apart == 0
-    assert tracker._read_at <= clock.now + tracker.args.min_refresh_period
+    assert tracker._read_at <= clock.now + tracker.options.min_refresh_period
     see(tracker, record(1, epoch=1))
     assert tracker.view().seconds_to_step == 0
 
@@ -560,7 +560,7 @@ def test_reports_become_frequent_when_the_step_is_near(clock):
 def test_reads_soon_while_other_trainers_are_in_the_round_that_this_one_has_left(clock):
     """Trainers that wait for a round report hardly any samples per second, and would be read 30 s later."""
     tracker = see(make_tracker(target=100))
-    assert tracker._refresh_period() == tracker.args.default_refresh_period, "it is alone"
+    assert tracker._refresh_period() == tracker.options.default_refresh_period, "it is alone"
     tracker.report_position(3, 0)
     assert tracker._read_at < clock.now + 1, "other trainers may have completed it, too"
     see(tracker, record(1), record(2))
@@ -568,7 +568,7 @@ def test_reads_soon_while_other_trainers_are_in_the_round_that_this_one_has_left
     see(tracker, record(1, epoch=3, completed=2, rate=0.1), record(2, epoch=3, rate=0.1))
     assert tracker._refresh_period() == progress_module.ROUND_END_SECONDS
     see(tracker, record(1, epoch=3, rate=0.1), record(2, epoch=3, rate=0.1))
-    assert tracker._refresh_period() == tracker.args.max_refresh_period
+    assert tracker._refresh_period() == tracker.options.max_refresh_period
 
 
 def test_reported_rate_falls_during_a_long_local_step(clock):

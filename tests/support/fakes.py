@@ -62,7 +62,7 @@ class FakeTracker:
     :param others: the `epoch` of each, and its `samples_per_second`
     """
 
-    args = SimpleNamespace(default_refresh_period=0.1)
+    options = SimpleNamespace(default_refresh_period=0.1)
     misfits = frozenset()
 
     def __init__(self, epoch: int = 0, others: Sequence[tuple[int, float]] = ()):

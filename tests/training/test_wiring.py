@@ -16,7 +16,7 @@ from cotrain.training import builders
 from cotrain.training.hf_trainer import build_training_arguments
 from peerstep import optimizer as optimizer_module
 from peerstep.compression import build_state_compression
-from peerstep.options import Options, TrackerOptions
+from peerstep.options import Options
 from tests.support.fakes import FAKE_PEER
 
 # Values unlike the defaults
@@ -59,10 +59,10 @@ def built(monkeypatch) -> dict[str, ChainMap]:
         collaboration = CollaborationArguments(run_id="run", **COLLABORATION)
         args = TrainerOptions(training, None, collaboration, ProgressTrackerArguments(**TRACKER), NOTHING)
         optimizer = builders.build_optimizer(model, FAKE_PEER, 8, args)
-        assert optimizer.options is optimizer.grad_averager.args[1] is optimizer.coordinator.options
+        parts = optimizer.grad_averager.args[1], optimizer.tracker.args[2], optimizer.coordinator.options
+        assert all(options is optimizer.options for options in parts)
         parts = optimizer, optimizer.state_averager, optimizer.grad_averager
         more = {"max_norm": optimizer.accumulator.max_norm, "training": optimizer.accumulator}
-        more["tracker_args"] = vars(optimizer.tracker.args[3])
         found[name] = ChainMap(more, *map(vars, reversed(parts)))
     with builders.open_observer(model, FAKE_PEER, "run", training, download_timeout=70.0) as observer:
         return {**found, "observer": ChainMap(vars(observer))}
@@ -99,24 +99,22 @@ TABLE = [
     ("max_grad_norm", ("plain",), "max_norm", 0.625),
     ("max_update_norm", ("local",), "max_norm", 0.5625),
     ("learning_rate", BOTH, "learning_rate", 0.25),
-    *((name, BOTH, "tracker_args", TRACKER) for name in TRACKER),
 ]
 
 
 def test_flags_have_the_defaults_of_the_engine():
-    parts = LocalTrainingArguments(), CollaborationArguments(run_id="run")
-    flags, tracker = {**vars(parts[0]), **vars(parts[1])}, TrackerOptions(**vars(ProgressTrackerArguments()))
-    options = {name: flags.get(name, value) for name, value in vars(Options(batch_size_per_step=8)).items()}
-    assert Options(**options | {"tracker": tracker}) == Options(batch_size_per_step=8)
+    parts = LocalTrainingArguments(), CollaborationArguments(run_id="run"), ProgressTrackerArguments()
+    flags, options = ChainMap(*map(vars, parts)), vars(Options(batch_size_per_step=8))
+    assert {name: flags.get(name, value) for name, value in options.items()} == options
 
 
 @pytest.mark.parametrize("name", BOTH)
 def test_flags_are_handed_on_whole_as_options(built, name):
-    expected = {**COLLABORATION, **HYPERPARAMETERS, "batch_size_per_step": 8}
+    expected = {**COLLABORATION, **HYPERPARAMETERS, **TRACKER, "batch_size_per_step": 8}
     options = vars(built[name]["options"])
     shared = expected.keys() & options.keys()
     assert {flag: options[flag] for flag in shared} == {flag: expected[flag] for flag in shared}
-    assert options.keys() - shared == {"tracker", "folder"} and options["folder"] == Path("outputs")
+    assert options.keys() - shared == {"folder"} and options["folder"] == Path("outputs")
 
 
 @pytest.mark.parametrize(("flag", "objects", "attribute", "expected"), TABLE)
