@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from peerstep.history import MAX_DIFFERENT, different_marks
-from tests.support.random_faults import FaultyPeer, FaultyRun, Plan, draw_plan
+from tests.support.random_faults import GRADIENT_BYTES, PARAMETER_BYTES, FaultyPeer, FaultyRun, Plan, draw_plan
 from tests.support.scenario import BATCH
 from tests.support.simulated_time import EPOCH
 
@@ -24,9 +24,6 @@ FIRST_SEED = int(os.environ.get("RANDOM_FAULTS_FROM", "1000"))
 SHORT_SECONDS = 120.0  # of the faults of a shortened plan
 LAST_SECONDS = 120.0  # of the peace, in which each trainer has to take part
 LEAST_PART = 0.8  # of the rounds
-# Bytes of a gradient in a round, and of the parameters
-GRADIENT_BYTES = {"none": 800, "float16": 400, "blockwise4": 110, "topk": 60}
-PARAMETER_BYTES = 800
 
 
 def is_thin(run: FaultyRun, peer: FaultyPeer) -> bool:

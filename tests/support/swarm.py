@@ -53,7 +53,7 @@ class Trainer:
     @property
     def parameters(self) -> torch.Tensor:
         """The parameters of the newest step, which the model may not have yet."""
-        return flat(self.optimizer._offloaded_parameters())
+        return flat(self.optimizer.state_averager.layout.parameters)
 
     def local_step(self, batch: dict[str, torch.Tensor]) -> None:
         """Compute the mean gradient of a batch and call `step`."""
