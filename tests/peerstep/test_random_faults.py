@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from peerstep.history import MAX_DIFFERENT, different_marks
-from tests.support.random_faults import GRADIENT_BYTES, PARAMETER_BYTES, FaultyPeer, FaultyRun, Plan, draw_plan
-from tests.support.scenario import BATCH
+from tests.support.random_faults import FaultyPeer, FaultyRun, Plan, draw_plan
 from tests.support.simulated_time import EPOCH
 
 pytestmark = [pytest.mark.peers, pytest.mark.usefixtures("patches")]
@@ -24,14 +23,6 @@ FIRST_SEED = int(os.environ.get("RANDOM_FAULTS_FROM", "1000"))
 SHORT_SECONDS = 120.0  # of the faults of a shortened plan
 LAST_SECONDS = 120.0  # of the peace, in which each trainer has to take part
 LEAST_PART = 0.8  # of the rounds
-
-
-def is_thin(run: FaultyRun, peer: FaultyPeer) -> bool:
-    """Whether a link carries what a round sends only in a third of a global step: more than it can do is not asked."""
-    settings = run.plan.settings
-    step_seconds = settings["target_batch_size"] / BATCH / sum(other.speed for other in run.live)
-    sent = GRADIENT_BYTES[settings["gradient_compression"]] + PARAMETER_BYTES
-    return sent / peer.uplink > 0.35 * step_seconds
 
 
 def rounds_since(peer: FaultyPeer, since: float) -> set[int]:
@@ -49,7 +40,7 @@ def find_locked_out(run: FaultyRun) -> list[str]:
     most = max(map(len, taken.values()))
     found = ["nobody averages"] if not most and len(taken) > 1 else []
     for peer, steps in taken.items():
-        if len(steps) < LEAST_PART * most - 0.5 and not is_thin(run, peer):
+        if len(steps) < LEAST_PART * most - 0.5:
             found.append(f"{peer.name} is locked out: {len(steps)} of {most} rounds, {peer.outcomes()[-8:]}")
         if not any(ended > run.time.read() - 60.0 - 1.0 / peer.speed for ended in peer.computed):
             found.append(f"{peer.name} computes nothing")
@@ -70,7 +61,7 @@ def find_histories(run: FaultyRun) -> list[str]:
 def find_unequal(run: FaultyRun) -> list[str]:
     """Parameters may differ by an update, and by a part of one for each step since they were averaged.
 
-    Of those of small groups, as many differ by up to two updates for each step. Trainers on thin links miss rounds.
+    Of those of small groups, as many differ by up to two updates for each step.
     """
     changes = []
     for peer in run.live:
@@ -81,8 +72,7 @@ def find_unequal(run: FaultyRun) -> list[str]:
     every = settings["average_state_every"]
     is_small = settings["target_group_size"] < len(run.live)
     most = (2.0 * every if is_small else 1.0 + 0.3 * every) * update + 1e-3
-    judged = [peer for peer in run.live if not is_thin(run, peer)]
-    distances = {f"{a.name}, {b.name}": run.distance(a, b) for a, b in itertools.combinations(judged, 2)}
+    distances = {f"{a.name}, {b.name}": run.distance(a, b) for a, b in itertools.combinations(run.live, 2)}
     return [f"unequal: {names}: {d:.4f} of {update:.4f}" for names, d in distances.items() if update and d > most]
 
 
