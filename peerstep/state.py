@@ -77,8 +77,9 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     KEEPALIVE_SECONDS, MAX_COPY_SECONDS = 10.0, 600.0  # of a reader that waits for a copy
     # A new copy is made in COPY_SHARE of the time, and at any time if the one before took less than FREE_COPY_SECONDS.
     COPY_SHARE, FREE_COPY_SECONDS = 0.05, 0.25
-    # Digests are computed in DIGEST_SHARE of the time of one core. A peer waits for one at a time, this long.
-    DIGEST_SHARE, MAX_TURN_SECONDS = 0.25, 25.0
+    # Digests are computed in DIGEST_SHARE of the time of one core. MAX_ASKERS wait for one each, this long.
+    DIGEST_SHARE, MAX_TURN_SECONDS, MAX_ASKERS = 0.25, 25.0, 64
+    COUNT_SECONDS = 1800.0  # for which the answers to each peer are counted
 
     local_epoch, applied_step, marks = map(shared, ("membership.step", "membership.applied", "membership.marks"))
 
@@ -103,8 +104,9 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         self._next_copy_at, self._num_restored = 0.0, 0  # time.monotonic
         self._downloads: set = set()  # tasks, in the averager's process
         self._uploads: Counter[PeerID] = Counter()  # in the averager's process
-        self._comparing: set[PeerID] = set()  # peers that wait for a digest, in the averager's process
-        self._next_digest_at = self._digest_seconds = 0.0
+        self._turns: dict[PeerID, tuple] = {}  # of peers that wait for a digest, in the averager's process
+        self._answered: Counter[PeerID] = Counter()  # digests by peer since `_counted_at`
+        self._counted_at = self._next_digest_at = self._digest_seconds = 0.0
         super().__init__(*args, **kwargs)
 
     def _init_components(self, *args) -> tuple:
@@ -277,18 +279,32 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     async def rpc_compare_state(
         self, request: averaging_pb2.DownloadData, context: P2PContext
     ) -> averaging_pb2.DownloadData:
-        """Answer with a digest of the state, with the asker's seed; with nothing without an offer, or if too busy."""
-        reader, now = context.remote_id, asyncio.get_running_loop().time()
-        begin = max(now, self._next_digest_at)
-        if reader in self._comparing or begin > now + self.MAX_TURN_SECONDS or not self.allow_state_sharing:
+        """Answer with a digest of the state, with the asker's seed, or with nothing: if busy, or before an offer.
+
+        Peers with the fewest answers go first: a few keys that ask again and again hold up no other. A trainer that
+        offers no state now, since it lacks an update, answers.
+        """
+        reader, now = context.remote_id, time.monotonic()
+        has_offered = self.allow_state_sharing or self.state_sharing_priority > 0
+        if reader in self._turns or len(self._turns) >= self.MAX_ASKERS or not has_offered:
             return averaging_pb2.DownloadData()
-        self._comparing.add(reader)
-        self._next_digest_at = begin + self._digest_seconds / self.DIGEST_SHARE
+        if now > self._counted_at + self.COUNT_SECONDS:
+            self._counted_at, self._answered = now, Counter()
+        turn = self._turns[reader] = self._answered[reader], now, reader
         try:
-            await asyncio.sleep(begin - now)
-            return await asyncio.to_thread(self._digest, request.metadata)
+            async with asyncio.timeout(self.MAX_TURN_SECONDS):
+                while time.monotonic() < self._next_digest_at or min(self._turns.values()) != turn:
+                    await asyncio.sleep(0.05)
+            began, self._next_digest_at = time.monotonic(), math.inf
+            self._answered[reader] += 1
+            try:
+                return await asyncio.to_thread(self._digest, request.metadata)
+            finally:
+                self._next_digest_at = began + self._digest_seconds / self.DIGEST_SHARE
+        except TimeoutError:
+            return averaging_pb2.DownloadData()
         finally:
-            self._comparing.discard(reader)
+            del self._turns[reader]
 
     def _digest(self, seed: bytes) -> averaging_pb2.DownloadData:
         """Return the digest of the current state; ValueError for a malformed seed."""

@@ -8,6 +8,7 @@ import math
 import os
 import random
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
@@ -160,6 +161,9 @@ class StateDownload:
             reports = {peer: report for peer, report in reports.items() if not is_forked(self.marks, report.marks)}
             # A report may have marks of its own: the side is what most have.
             self.marks = common_marks([self.marks, *(report.marks for report in reports.values())])
+        else:  # those of most trainers: a donor's marks, beside tensors of the run, would make it another history
+            found = Counter(mark for report in reports.values() for mark in report.marks)
+            self.marks = tuple(sorted(mark for mark, number in found.items() if 2 * number > len(reports)))
         return reports
 
     def _newest_step(self, reports: dict[PeerID, PeerProgress]) -> float:
@@ -247,7 +251,8 @@ class StateDownload:
         if before is not None and now is not None and (steps := now.step - before.step) > 0:
             age = min(abs(own.step - other.step), steps + MAX_AGE)
             moved = distances(now, before)[:first] * max(1, age) / steps
-        return is_near(own, other, sizes, moved, spread)
+        # What is to be published has no bound for an unknown movement: its reader tries again later.
+        return (moved is not None or not self.must_agree) and is_near(own, other, sizes, moved, spread)
 
     async def _ask_digest(self, peer: PeerID, seed: bytes) -> Digest | None:
         """Ask a voter for the digest of its state; None if it cannot be reached or does not say."""

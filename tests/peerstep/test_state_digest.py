@@ -233,6 +233,42 @@ def test_trainers_vote_whose_offers_are_hidden(donors):
     assert value_of(monitor.download_state()) == 1, "with two further trainers, one of which has the same state"
 
 
+def test_only_a_known_movement_widens_the_bound_of_what_is_published(donors):
+    """A voter that took no step during the download allowed 20 % of a tensor's norm, to all."""
+    for _ in range(3):
+        add_donor(donors, 7, 1.0, reported=7, behaviour=refuse)
+    add_donor(donors, 6, 1.15, reported=6)
+    newcomer, monitor = donors.add(), donors.add()
+    monitor.must_agree = True
+    assert newcomer.download_state() is not None and monitor.download_state() is None
+
+
+def test_trainer_that_lacks_an_update_votes(donors):
+    """While all others lacked one and offered nothing, a monitor published nothing."""
+    add_donor(donors, 7, 1.0, reported=7)
+    lacking = add_donor(donors, 6, 1.03, reported=7)
+    lacking.allow_state_sharing = False
+    monitor = donors.add()
+    monitor.must_agree = True
+    assert value_of(monitor.download_state()) == 1
+    fill_parameters(lacking, -1.0)
+    assert monitor.download_state() is None
+
+
+def test_newcomer_takes_no_marks_that_most_trainers_do_not_report(donors):
+    """Beside true tensors they would make it a history of its own, whose next rounds are with nobody."""
+    marks = {digit: tuple((step, 12 * digit) for step in range(8, 72, 8)) for digit in "12"}
+    honest = [add_donor(donors, 70, 1.0, reported=70) for _ in range(2)]
+    liar = add_donor(donors, 71, 1.0, reported=70)
+    for donor, digit in zip((*honest, liar), "112", strict=True):
+        donor.marks = donors.marks[donor.public_key] = marks[digit]
+        donor._copy = None
+    newcomer = donors.add()
+    assert {newcomer.download_state()[0] for _ in range(8)} == {str(donor.peer_id) for donor in honest}
+    del donors.reports[honest[1].public_key]
+    assert newcomer.download_state() is not None, "one against one"
+
+
 async def refuse(_messages):
     raise ConnectionResetError("as when the donor's process dies")
     yield

@@ -350,7 +350,33 @@ async def test_digests_take_a_bounded_share_of_the_time(donors, clock, monkeypat
     assert answers[:2] == [True, False], "the second request of the same peer"
     assert 1 < num_answered <= 1 + donor.MAX_TURN_SECONDS * donor.DIGEST_SHARE
     assert clock.now - started >= (num_answered - 1) / donor.DIGEST_SHARE
-    assert not donor._comparing
+    assert not donor._turns
+
+
+@pytest.mark.parametrize("number", [3, 20])
+async def test_keys_that_ask_again_and_again_hold_up_no_other(donors, clock, monkeypatch, number):
+    """A state of a billion parameters takes three seconds: two keys had all turns."""
+    donor = donors.add()
+    offer(donor, step=5)
+    donor.allow_state_sharing = False  # it lacks an update
+    monkeypatch.setattr(donor.layout, "groups", lambda tensors: [tensors])
+    monkeypatch.setattr("peerstep.state.time.thread_time", iter(range(0, 10**6, 3)).__next__)
+
+    async def ask(name: bytes) -> bool:
+        context = SimpleNamespace(remote_id=name)
+        return bool((await donor.rpc_compare_state(DownloadData(metadata=bytes(8)), context)).tensor_part.buffer)
+
+    async def ask_always(name: bytes) -> None:
+        while True:
+            await ask(name)
+            await asyncio.sleep(0.1)
+
+    tasks = [asyncio.create_task(ask_always(b"%d" % key)) for key in range(number)]
+    await asyncio.sleep(50.0 * number)
+    assert [await ask(b"newcomer") for _ in range(3)] == [True] * 3
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @pytest.mark.parametrize("number", [1, 2])

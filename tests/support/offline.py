@@ -109,13 +109,13 @@ class Donors:
     """Peers in memory, each with a state averager without its process, that download each other's state.
 
     Its attribute `offers` has further offers, of peers that do not exist: subkey -> priority; `reports` the steps that
-    trainers report, by subkey.
+    trainers report, and `marks` those in their reports, by subkey.
     """
 
     DIAL_SECONDS = 0.5  # to a peer that does not exist
 
     def __init__(self, pool: ThreadPoolExecutor):
-        self.pool, self.averagers, self.offers, self.reports = pool, {}, {}, {}
+        self.pool, self.averagers, self.offers, self.reports, self.marks = pool, {}, {}, {}, {}
 
     def add(self, behaviour: Callable[[AsyncIterator], AsyncIterator] = aiter, **options) -> TrainingStateAverager:
         """Add a peer.
@@ -140,7 +140,10 @@ class Donors:
     async def _find(self, key: str, **_options) -> ValueWithExpiration:
         if key == "run_training_progress":
             steps = self.reports.items()
-            reports = {subkey: PeerProgress(b"", epoch=step, completed=step).to_record() for subkey, step in steps}
+            reports = {
+                subkey: PeerProgress(b"", epoch=step, completed=step, marks=self.marks.get(subkey, ())).to_record()
+                for subkey, step in steps
+            }
             return ValueWithExpiration({key: ValueWithExpiration(value, 1e12) for key, value in reports.items()}, 1e12)
         offers = {
             averager.public_key: averager.state_sharing_priority
