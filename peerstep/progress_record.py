@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from peerstep.history import MAX_STEP, Marks, Position, parse_marks
 
-PROTOCOL = 13  # version of rounds and progress reports; peers of different versions do not average
+PROTOCOL = 14  # version of rounds and progress reports; peers of different versions do not average
 MAX_SAMPLES, MAX_TIME = 10**9 - 1, 1e12  # bounds on what peers report
 MAX_LAG = 1e6  # updates; a claim
 MAX_ROUNDS = 64  # newest rounds, or global steps, that a trainer counts

@@ -206,14 +206,15 @@ class StepThread(threading.Thread):
         with self.model.update_lock:
             used = self._apply_outcome(step, samples, result)
             error = result.error if result.outcome == Outcome.FAILED else ""
+            seconds = {"load": loaded - started, "round": averaged - loaded, "update": time.monotonic() - averaged}
+            # Before the record: what the caller publishes of a step names the members of its round.
+            self.log.write_round(step, samples, self.membership.distance, result, seconds)
             self.log.add(StepRecord(step, result.outcome, used, error))
-        seconds = {"load": loaded - started, "round": averaged - loaded, "update": time.monotonic() - averaged}
         if result.outcome != Outcome.ALONE:
             self.pace.rounds.append((averaged, averaged - loaded, result.received == 1 and not result.missed))
         self.joining.report()
         if result.outcome != Outcome.FAILED:
             self.joining.share_state()
-        self.log.write_round(step, samples, self.membership.distance, result, seconds)
         is_late = result.outcome == Outcome.MISSED and self.membership.failures >= MAX_ABSENCES
         if is_late and self.tracker.view().half_have_begun(self.membership.step + 1):
             self._skip(1)  # nobody waits for this peer: it would be late for each round, but can ask ahead of one

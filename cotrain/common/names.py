@@ -1,9 +1,11 @@
 """Names of peers."""
 
+SHORT = 7  # characters
+
 
 def short(peer_id: object) -> str:
     """Return the end of a peer ID, which tells the peers of a run apart. The beginning is the same for all."""
-    return str(peer_id)[-7:]
+    return str(peer_id)[-SHORT:]
 
 
 def label(name: str, peer_id: object) -> str:

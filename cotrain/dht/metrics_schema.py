@@ -18,9 +18,9 @@ MAX_FIELDS = 32  # of a record, including unknown fields
 
 HISTORY_LENGTH = 64  # maximum number of entries in a trainer's history
 # A monitor reads the records of 1,000 trainers in one answer of 4 MiB. The keys and the signature of a record take 900
-# bytes, its other fields 350. Several threads write to hivemind's control pipe, which keeps messages of up to 4 KiB in
+# bytes, its other fields 600. Several threads write to hivemind's control pipe, which keeps messages of up to 4 KiB in
 # one piece.
-_HISTORY_BYTES = 2200
+_HISTORY_BYTES = 1950
 
 Step = pydantic.conint(strict=True, ge=0, le=MAX_STEP)
 Count = pydantic.conint(strict=True, ge=0, le=MAX_COUNT)

@@ -5,10 +5,13 @@ from hivemind.dht.schema import BytesWithPublicKey, SchemaValidator
 from hivemind.dht.validation import RecordValidatorBase
 from hivemind.utils.crypto import RSAPrivateKey
 
+from cotrain.common.names import SHORT
 from cotrain.dht.metrics_schema import HISTORY_LENGTH, Count, ExtensibleRecord, LocalMetrics, read_row
 from peerstep.history import MAX_STEP
 from peerstep.progress_record import MAX_ROUNDS
 from peerstep.records import build_validators
+
+MAX_MEMBERS = 32  # of the newest rounds, in a record; of a larger group some, at random
 
 
 class MonitorStatus(pydantic.BaseModel):
@@ -31,6 +34,8 @@ class TrainerRecord(ExtensibleRecord):
     applied: Count  # those of them that counted in a step
     # Fraction of the time for which rounds ran lately
     averaging: pydantic.confloat(strict=True, ge=0.0, le=1.0) | None = None
+    # Ends of the IDs of peers that gave samples in its newest rounds, see `named_by_others` of aggregation.py
+    members: pydantic.conlist(pydantic.constr(strict=True, max_length=SHORT), max_items=MAX_MEMBERS) | None = None
 
     @pydantic.validator("history", each_item=True)
     def check_row(cls, row: list) -> list:

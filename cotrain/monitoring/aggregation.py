@@ -16,7 +16,8 @@ later one, and the others have done so, too, or had `settle_time` to follow. A p
 heartbeat says, has `late_time`: it reports the step after its local step. Steps more than `MAX_SPREAD` ahead of the
 slower half wait. A peer that left after an unreported step still counts: the last one may never take that step. What a
 peer reports of a step after that, also because the network was divided, is `late`: it counts, but in no report. In
-each of the newest HISTORY_LENGTH steps a peer counts once, with at most what it could have had in the report.
+each of the newest HISTORY_LENGTH steps a peer counts once, with at most what it could have had in the report, and only
+if others name it as a member of their rounds, see `named_by_others`.
 
 **Going back.** A run that lost all its trainers continues from a checkpoint and repeats the steps since then. Peers
 with a step behind the reported one that have contributed to no report are newcomers. Once there are only newcomers,
@@ -33,14 +34,15 @@ steps is left out, see `find_near`: one peer of two has its way if it is there f
 import math
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+from cotrain.common.names import short
 from cotrain.dht import metrics_schema
 from cotrain.dht.metrics_schema import HISTORY_LENGTH, Metric, read_row
-from peerstep.neighbours import cap_weights
+from peerstep.neighbours import cap_weights, medians_of_others
 from peerstep.progress_record import PeerProgress, read_progress
 
 MAX_JUMP = HISTORY_LENGTH  # steps; normal progress between two refreshes
@@ -98,6 +100,7 @@ class TrackedPeer:
     newest: PeerStep | None = None
     expires: float = -math.inf  # when the record with `newest` does
     first_step: float = math.inf  # the earliest one that it has reported
+    members: Collection[str] = ()  # short names of those that gave samples in its newest rounds
     pending: dict[int, PeerStep] = field(default_factory=dict)  # its steps that no report contains
     done: int = -1  # its steps up to this one are counted, or are not to be
     is_newcomer: bool = True  # until it contributes to a report; again once its step goes back
@@ -180,6 +183,7 @@ class MetricsAggregator:
         for key, record in trainers.items():
             rows = map(read_row, record.value["history"])
             steps = [PeerStep(key, row["step"], row["samples_accumulated"], row) for row in rows]
+            self._peers[key].members = set(record.value.get("members") or ())
             self._read_steps(self._peers[key], steps, record.expiration_time)
 
     def _read_heartbeat(self, peer: TrackedPeer, heartbeat: PeerProgress) -> None:
@@ -260,7 +264,8 @@ class MetricsAggregator:
         late = []
         for record in [self._take(peer, step) for step in steps]:
             counted = self._counted.get(record.step, {peer.key: 0})  # too old, or from before a restart
-            if peer.key not in counted and record.samples > 0:
+            others = [self._peers[key] for key in counted.keys() & self._peers.keys()]
+            if peer.key not in counted and record.samples > 0 and peer in named_by_others([*others, peer]):
                 counted[peer.key] = record.samples
                 counted[peer.key] = round(self._cap(counted)[peer.key])
                 late.append(record._replace(samples=counted[peer.key]))
@@ -276,14 +281,16 @@ class MetricsAggregator:
         return values if self.believes_weights else cap_weights(values, len(values) - 1)
 
     def _report(self, step: int) -> StepReport:
-        contributors = [peer for peer in self._peers.values() if step in peer.pending]
+        reporting = [peer for peer in self._peers.values() if step in peer.pending]
+        contributors = named_by_others(reporting)
         if len(contributors) > 1:
             self._is_doubtful = False
         elif step > self.last_reported_step + MAX_JUMP:
             self._is_doubtful = True
         self.last_reported_step, self._last_report_time = step, self._now
         self.contributors = {peer.key for peer in contributors}
-        contributions = [self._take(peer, step) for peer in contributors]
+        taken = {peer.key: self._take(peer, step) for peer in reporting}
+        contributions = [taken[peer.key] for peer in contributors]
         caps = self._cap({own.peer: own.samples for own in contributions})
         contributions = [own._replace(samples=round(caps[own.peer])) for own in contributions]
         self._counted[step] = {own.peer: own.samples for own in contributions}
@@ -332,6 +339,20 @@ class MetricsAggregator:
             return max(near.values())
         mean = statistics.fmean(near.values(), [own.samples for own in known if own.peer in near])
         return min(max(mean, min(near.values())), max(near.values()))  # rounding errors must not leave the range
+
+
+def named_by_others(peers: Sequence[TrackedPeer]) -> list[TrackedPeer]:
+    """Return those of some peers that the rounds of half as many others name as of the others, in the median.
+
+    So a key that takes part in no round has no samples. Groups may be smaller than the run, and while nobody has
+    averaged with anybody all are returned.
+    """
+    names = {peer.key: short(peer.key) for peer in peers}
+    support = {
+        peer.key: sum(names[peer.key] in other.members for other in peers if other is not peer) for peer in peers
+    }
+    medians = medians_of_others(support, support)
+    return [peer for peer in peers if len(peers) == 1 or 2 * support[peer.key] >= medians[peer.key]]
 
 
 def find_near(known: deque[float], stated: Mapping[Hashable, float]) -> dict[Hashable, float]:

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import math
+import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sized
@@ -20,7 +21,7 @@ from cotrain.common.run_folder import claim_folder
 from cotrain.common.signals import StopSignal
 from cotrain.data.sampler import PeerSampler
 from cotrain.dht.metrics_schema import history_length
-from cotrain.dht.run_records import LocalMetrics, TrainerRecord
+from cotrain.dht.run_records import MAX_MEMBERS, LocalMetrics, TrainerRecord
 from cotrain.models.model import supports_bf16
 from cotrain.options import TrainerOptions
 from cotrain.peer.addresses import log_visible_maddrs, peer_id_in
@@ -69,6 +70,7 @@ class TrainingSession:
     MAX_RECOVERIES = 3  # rollbacks without a global step in between
     MAX_JOIN_ATTEMPTS = 3  # downloads to try if only one trainer reports a later step
     MAX_STORE_SECONDS = 5.0  # for the record of the last step
+    NAMED_ROUNDS = 16  # whose members this peer names in its record
     MEETING_SECONDS = 30.0  # within which trainers that join at the same time read each other's first report
 
     def __post_init__(self):
@@ -79,7 +81,9 @@ class TrainingSession:
         shown = label(self.name, self.peer.dht.peer_id)
         self.loss_meter = LossMeter()
         self.status = StatusKeeper(self.folder, self.optimizer, self.args, shown, self.loss_meter, self.should_stop)
-        self.optimizer.on_round = JsonLinesFile(self.folder / "rounds.jsonl", max_bytes=16 * 2**20).write
+        self._rounds = JsonLinesFile(self.folder / "rounds.jsonl", max_bytes=16 * 2**20)
+        self._members: deque[list[str]] = deque(maxlen=self.NAMED_ROUNDS)  # of the newest rounds, for the monitor
+        self.optimizer.on_round = self._record_round
         self.history: deque[LocalMetrics] = deque(maxlen=history_length())
         self.num_recoveries = 0
         self.joined_at = -math.inf
@@ -257,6 +261,12 @@ class TrainingSession:
                 if self.optimizer.accumulator.num_samples == 0:
                     self.loss_meter.pop()  # the losses of dropped samples
 
+    def _record_round(self, entry: dict) -> None:
+        """Log a round, and keep who gave samples in it; of a peer that reduced nothing, the whole group."""
+        names = [name for name, samples in entry["weights"].items() if samples >= 1] or entry["group"]
+        self._members.append(random.sample(names, len(names)))
+        self._rounds.write(entry)
+
     def report(self, record: StepRecord) -> None:
         """Log a global step and publish this peer's metrics for it.
 
@@ -283,6 +293,7 @@ class TrainingSession:
         """
         rounds = self.optimizer.pace.recent_rounds
         computed, applied = self.status.recent_samples()
+        members = dict.fromkeys(map(short, itertools.chain(*reversed(self._members.copy()))))
         record = TrainerRecord(
             username=self.name,
             leaving=leaving,
@@ -292,6 +303,7 @@ class TrainingSession:
             computed=computed,
             applied=applied,
             averaging=self.optimizer.pace.averaging_share,
+            members=list(members)[:MAX_MEMBERS],
         )
         self.relay.publish()
         return self._store("trainers", record.dict())

@@ -41,6 +41,7 @@ KEY = RSAPrivateKey()
 REPORT = "training_progress"  # stands for the key of it under which the signer's report is
 FULL_HISTORY = [[2**31 - 1, 123.456789, 10**9, 123.456789, 10**9]] * HISTORY_LENGTH
 COUNTS = {"rounds": 64, "complete": 64, "computed": 10**9, "applied": 10**9, "averaging": 0.123456789}
+COUNTS["members"] = [f"{number:07d}" for number in range(32)]
 LARGEST = trainer_record(*FULL_HISTORY, username="\U0001f600" * 64, **COUNTS)
 
 
@@ -104,6 +105,7 @@ def test_good_records_are_accepted(name, value):
         ("monitor", {"stores_checkpoints": 1, "checkpoint_step": 3}),
         ("trainers", trainer_record(username="x" * 65)),
         ("trainers", trainer_record(username=b"x")),
+        *(("trainers", trainer_record(members=names)) for names in (["x" * 8], [b"x"], ["x"] * 33, "x", {"x": 1})),
         ("trainers", trainer_record(leaving=1)),
         ("trainers", trainer_record(rounds=65)),
         ("trainers", trainer_record(rounds=3, complete=-1)),

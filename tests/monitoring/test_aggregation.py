@@ -10,6 +10,7 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cotrain.common.names import short
 from cotrain.monitoring.aggregation import MAX_JUMP, MAX_PENDING_STEPS, MAX_STEPS_PER_SECOND, MetricsAggregator
 from tests.support.dht_records import entries, heartbeat, metric, snapshot, steps_of
 
@@ -511,10 +512,11 @@ HONEST = tuple(b"honest%d" % number for number in range(4))
 FALSE_LOSSES = (1e9, -1e9, 0.0, 30.0)
 
 
-def lie(aggregator, steps, liar, honest=HONEST, unlike=False):
+def lie(aggregator, steps, liar, honest=HONEST, unlike=False, keys=(b"liar",), is_member=True):
     """Return the reports and the samples by peer of a run; `liar(step)` returns the history that a liar publishes.
 
-    Of the honest ones, the first is late by a refresh if it is `unlike`, and the second has half of the samples.
+    The `keys` of the liar name each other. The honest ones name each other, and the keys if `is_member`. Of the honest
+    ones, the first is late by a refresh if it is `unlike`, and the second has half of the samples.
     """
     samples, reports, sizes = {}, [], [1024, 512 if unlike else 1024, 1024, 1024]
     names = ("step", "samples_per_second", "samples_accumulated", "loss", "mini_steps")
@@ -525,10 +527,13 @@ def lie(aggregator, steps, liar, honest=HONEST, unlike=False):
             peer: entries(*(metric(s, loss=10.0 + 0.1 * number, samples=sizes[number]) for s in rows[peer]))[-30:]
             for number, peer in enumerate(honest)
         }
-        history[b"liar"] = entries(*liar(step))[-30:]
+        history |= {key: entries(*liar(step))[-30:] for key in keys}
+        members = {key: [short(peer) for peer in history] for key in history}
+        if not is_member:
+            members |= {peer: [short(other) for other in honest] for peer in honest}
         found = {peer: dict(zip(names, part[-1], strict=True)) for peer, part in history.items() if part}
-        beats = {peer: heartbeat(now, step, contributed=int(peer != b"liar")) for peer in history}
-        new = aggregator.update(*snapshot(now, found, history, beats))
+        beats = {peer: heartbeat(now, step, contributed=int(peer in honest)) for peer in history}
+        new = aggregator.update(*snapshot(now, found, history, beats, members))
         reports += new
         for record in [*(record for report in new for record in report.contributions), *aggregator.late]:
             samples[record.peer] = samples.get(record.peer, 0) + record.samples
@@ -562,6 +567,19 @@ def test_liar_has_no_more_samples_than_a_round_would_give_it(liar, unlike):
     assert most > 35 * 1024 and samples.get(b"liar", 0) <= 2 * 40 * 1024
 
 
+@pytest.mark.parametrize("unlike", [False, True])
+@pytest.mark.parametrize("liar", [late, in_time, again])
+@pytest.mark.parametrize(("number", "keys", "invited"), [(4, 1, False), (4, 2, True), (3, 1, False), (2, 1, False)])
+def test_key_in_no_round_has_no_samples(liar, unlike, number, keys, invited):
+    """It had 110,595 beside 60,416 of the honest ones in 60 steps, whose rounds did not have it."""
+    aggregator = make_aggregator(target_batch_size=4096, settle_time=10, believes_weights=invited)
+    liars = [b"liar%d" % key for key in range(keys)]
+    reports, samples = lie(aggregator, 60, liar, HONEST[:number], unlike, liars, is_member=False)
+    assert len(reports) > 50 and not samples.keys() & set(liars)
+    assert all(samples[peer] >= 55 * 512 for peer in HONEST[:number]), "the first of them is late"
+    assert all(4.9 < report.loss < 5.3 and report.contributors >= number - unlike for report in reports)
+
+
 @pytest.mark.parametrize("invited", [False, True])
 def test_peer_counts_once_in_each_step(invited):
     """Also in a run that believes the numbers of its peers."""
@@ -585,6 +603,16 @@ def test_false_loss_is_not_that_of_the_run(number, loss, unlike):
     means = [5.0 + 0.05 * position for position in range(number)]
     assert len(reports) >= 18
     assert all(min(means) <= report.loss <= max(means) for report in reports)
+
+
+def test_trainers_count_that_have_not_averaged_and_those_of_other_groups():
+    """Of 12, groups of four name each other only: as often as others. Two that name nobody yet count, too."""
+    peers = [b"%07d" % number for number in range(12)]
+    groups = {peer: [short(other) for other in peers[4 * (n // 4) : 4 * (n // 4) + 4]] for n, peer in enumerate(peers)}
+    for run, members in ((peers, groups), (peers[:2], {}), (peers[:1], {})):
+        metrics = {peer: metric(1) for peer in run}
+        (report,) = make_aggregator().update(*snapshot(START, metrics, members=members))
+        assert report.contributors == len(run)
 
 
 def test_loss_of_a_run_that_diverges_is_reported():

@@ -38,11 +38,12 @@ def heartbeat(now, epoch, samples=0, **fields):
     return {**progress.to_record(), "protocol": PROTOCOL, **fields}
 
 
-def snapshot(now, metrics, history=None, progress=None):
+def snapshot(now, metrics, history=None, progress=None, members=None):
     """Return what `MetricsAggregator.update` is given.
 
     :param metrics: peer -> `metric` of its newest step, perhaps with the expiration time of its record
     :param history: peer -> `entries` of the steps before, and perhaps this one
+    :param members: peer -> names of the members of its rounds; default: trainers that name nobody
     :param progress: peer -> heartbeat, or None for a goodbye. Without any, each peer with metrics has one
     """
     metrics = {peer: record if hasattr(record, "value") else ValueWithExpiration(record, 2e9)
@@ -51,7 +52,7 @@ def snapshot(now, metrics, history=None, progress=None):
     for peer, (newest, expires) in metrics.items():
         rows, (last,) = (history or {}).get(peer, []), entries(newest)
         rows = rows if rows and rows[-1][: len(last)] == last else [*rows, last]
-        trainers[peer] = ValueWithExpiration(trainer_record(*rows), expires)
+        trainers[peer] = ValueWithExpiration(trainer_record(*rows, members=(members or {}).get(peer, [])), expires)
     progress = progress or {peer: heartbeat(now, newest["step"]) for peer, (newest, _) in metrics.items()}
     return now, trainers, found(progress)
 

@@ -146,6 +146,16 @@ def test_peer_without_a_name_gets_one_from_its_id(tmp_path):
     assert TrainingSession(FAKE_PEER, session.optimizer, session.task, session.model, args, bool).name == "alice"
 
 
+def test_record_names_who_gave_samples_in_the_newest_rounds(session):
+    """A peer that reduces nothing knows only the group."""
+    group = [f"Qm{number:07d}" for number in range(40)]
+    for weights, members in (({}, group), ({group[0]: 64.0, group[1]: 1e-6}, group[:3]), ({}, group[2:4])):
+        session.optimizer.on_round({"weights": weights, "group": members})
+    session.publish()
+    names = session.stored["run_trainers"][b"key"].value["members"]
+    assert len(names) == len(set(names)) == 32 and set(names[:2]) == {"0000002", "0000003"} and names[2] == "0000000"
+
+
 def test_two_steps_within_one_local_step_are_both_reported(session):
     """Their samples were used in training, but the report of the first step was missing."""
     session.optimizer.local_epoch = 11
