@@ -27,11 +27,14 @@ class Run:
     """A monitor and three trainers, with the fraction of their samples that they apply without an attack.
 
     :param authority: signs the invitations of all peers, if the run has some
+    :param num_samples, save_every: samples of a measurement, and steps of a checkpoint
     """
 
-    def __init__(self, scripts, authority: RSAPrivateKey | None = None):
-        self.scripts, self.authority = scripts, authority
-        self.monitor = scripts.monitor("--save_checkpoint_step_interval", 4, *self.invited("monitor"))
+    def __init__(
+        self, scripts, authority: RSAPrivateKey | None = None, num_samples: int = NUM_SAMPLES, save_every: int = 4
+    ):
+        self.scripts, self.authority, self.num_samples = scripts, authority, num_samples
+        self.monitor = scripts.monitor("--save_checkpoint_step_interval", save_every, *self.invited("monitor"))
         self.common = (
             "--initial_peers", self.monitor.address, *steps_of(seconds=2, num_trainers=2), "--target_group_size", 8,
             "--averaging_timeout", 6, "--logging_steps", 1,
@@ -55,7 +58,7 @@ class Run:
     def measure(self) -> float:
         """Return the samples that rounds apply, as a fraction of those that are computed meanwhile."""
         computed, applied = self.count_computed(), count_samples(self.scripts.folder)
-        wait_until(lambda: self.count_computed() >= computed + NUM_SAMPLES, 300, "the samples")
+        wait_until(lambda: self.count_computed() >= computed + self.num_samples, 300, "the samples")
         return (count_samples(self.scripts.folder) - applied) / (self.count_computed() - computed)
 
     def check(self, attacker: Script, least: float = 0.9) -> None:
@@ -175,6 +178,29 @@ def test_no_attack_stops_the_honest_trainers(scripts, is_invited):
 def norm_of_newest_checkpoint(run: Run) -> float:
     path = list_checkpoints(run.scripts.folder / "monitor")[-1]
     return sum(float(tensor.norm()) ** 2 for tensor in load_file(path / "model.safetensors").values()) ** 0.5
+
+
+def test_three_liars_at_once_change_no_model_and_stop_no_round(scripts):
+    """A node that hides records, a leader of false groups, and a donor of a false state beside three honest trainers.
+
+    The monitor saved what the first of them to be asked gave it.
+    """
+    run = Run(scripts, num_samples=500, save_every=1)
+    wait_until(lambda: list_checkpoints(scripts.folder / "monitor"), 120, "a checkpoint")
+    before = norm_of_newest_checkpoint(run)
+    liars = [start_outsider(run, "eclipse")]
+    liars += [start_member(run, name) for name in ("lead_takeover", "offer_false_state")]
+    leader, donor = (re.escape(liar.peer_id) for liar in liars[1:])
+    for trainer in run.trainers:
+        trainer.wait_for(rf"{leader}\W* formed a false group")
+    run.monitor.wait_for(f"Postponed the state that {donor} offers")
+    run.check(liars[2], least=0.8)
+    saved = run.monitor.output.count("Saved ")
+    wait_until(lambda: run.monitor.output.count("Saved ") > saved, 120, "a later checkpoint")
+    assert before / 1.2 < norm_of_newest_checkpoint(run) < 1.2 * before
+    newcomer = run.start_trainer("newcomer", pace=0.5)
+    assert newcomer.wait_for(r"Loaded the state of step #\d+ from (\S+)")[1] not in (leader, donor)
+    newcomer.wait_for(r"Averaged gradients with [3-6] peers")
 
 
 @pytest.mark.long
