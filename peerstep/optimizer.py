@@ -107,7 +107,7 @@ class CollaborativeOptimizer(_Interface):
         self.swarm, self.options = swarm, options
         self.num_dropped_gradients = 0
         self.num_computed = 0  # samples of the local steps, without those whose gradients were dropped
-        self.is_incomplete = False  # whether the gradients of this local step lack a micro-batch: they are dropped
+        self.num_lost = 0  # samples of this local step that its gradients lack
         self.state_averager = TrainingStateAverager(
             dht=swarm.dht,
             public_key=swarm.public_key,
@@ -199,13 +199,11 @@ class CollaborativeOptimizer(_Interface):
         return loss
 
     def _accumulate(self, num_samples: int) -> bool:
-        """Accumulate the gradients of the model; False if one has NaN or Inf, or they are incomplete."""
-        if self.is_incomplete:
-            self.is_incomplete = False
-            return False
+        """Accumulate the gradients of the model; False if one has NaN or Inf."""
         if num_samples < 0:
             raise ValueError(f"batch_size must be at least 0, and is {num_samples}")
-        if num_samples == 0:
+        num_samples, self.num_lost = num_samples - self.num_lost, 0
+        if num_samples <= 0:
             return True
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         if not all_finite(gradients):

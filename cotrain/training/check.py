@@ -239,7 +239,7 @@ def measure_device(work: Workload, args: LocalOptions, size: int, stop: StopSign
     """
     device, dtype, model = work.device, autocast_dtype(args), work.model.to(work.device).train()
     limit, task = DEVICE_SECONDS if size == args.per_device_train_batch_size else 0.0, f"a micro-batch of {size}"
-    copies = missing_copies(model, args.local_updates) if device.type != "cpu" else []
+    copies = missing_copies(model, args) if device.type != "cpu" else []
     started = time.monotonic()
     try:
         for number, batch in enumerate(DataLoader(work.samples, size, sampler=sampler, collate_fn=work.task.collate)):
@@ -248,6 +248,7 @@ def measure_device(work: Workload, args: LocalOptions, size: int, stop: StopSign
                 with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
                     loss = work.task.compute_loss(model, batch)
                 loss.backward()
+                model.zero_grad()
                 if not math.isfinite(loss.item()):  # waits for the GPU
                     raise UserError(f"{device}: the loss of {task} is {loss.item()}: {PRECISION_ADVICE[dtype]}")
             if (seconds := time.monotonic() - started) >= limit:

@@ -50,11 +50,15 @@ class MicroBatches:
     """Computes micro-batches, and continues after one for which the device has no memory, such as beside a game.
 
     If it is the first one, all are computed in two halves from then on, which add to the same local step. Later ones
-    are dropped, with their local step; MAX_FAILURES in a row raise the error.
+    are dropped alone; MAX_FAILURES in a row raise the error. On a CPU each raises it: there, the gradients of the
+    micro-batches before are not set aside, which takes 4 bytes for a parameter unless activations took more.
+
+    :param batch_size: samples of a micro-batch
     """
 
-    def __init__(self, model: torch.nn.Module, optimizer: CollaborativeOptimizer):
-        self.model, self.optimizer = model, optimizer
+    def __init__(self, model: torch.nn.Module, optimizer: CollaborativeOptimizer, batch_size: int):
+        self.model, self.optimizer, self.batch_size = model, optimizer, batch_size
+        self.sets_aside = next(model.parameters()).device.type != "cpu"
         self.num_parts = 1
         self._num_computed = self._num_failures = 0
 
@@ -65,31 +69,41 @@ class MicroBatches:
         :returns: the loss; None if the micro-batch was dropped
         """
         failure = None
+        kept = [(p, p.grad) for p in self.model.parameters() if self.sets_aside and p.grad is not None]
+        if not kept:  # a new local step; GradScaler may have left out the one before
+            self.optimizer.num_lost = 0
+        for parameter, _ in kept:
+            parameter.grad = None
         try:
             parts = split(batch, self.num_parts) if count_samples(batch) >= self.num_parts > 1 else [batch]
             loss = torch.stack([backward(part, 1 / len(parts)) for part in parts]).sum()
             self._num_computed, self._num_failures = self._num_computed + 1, 0
+            for parameter, gradient in kept:
+                parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
             return loss
         except RuntimeError as error:
             halves = self._num_computed == 0 and self.num_parts == 1 and count_samples(batch) > 1
             self._num_failures += 1
-            is_last = self._num_failures >= MAX_FAILURES or (self._num_computed == 0 and not halves)
+            can_drop = self.sets_aside and self._num_computed > 0
+            is_last = self._num_failures >= MAX_FAILURES or not (halves or can_drop)
             if not is_out_of_memory(error) or is_last:
                 raise
             failure = str(error).partition("\n")[0]
         # Here, the traceback no longer keeps the tensors of the micro-batch.
+        self.model.zero_grad()
+        for parameter, gradient in kept:
+            parameter.grad = gradient
         self._free()
         if halves:
             logger.warning(f"The first micro-batch does not fit into memory ({failure:.100}): computing it in halves")
             self.num_parts = 2
             return self.compute(batch, backward)
-        logger.warning(f"Dropped a local step, {self._num_failures} of {MAX_FAILURES} in a row: {failure:.200}")
-        self.optimizer.is_incomplete = True
+        logger.warning(f"Dropped a micro-batch, {self._num_failures} of {MAX_FAILURES} in a row: {failure:.200}")
+        self.optimizer.num_lost += self.batch_size
         smallest = min(filter(lambda p: p.requires_grad, self.model.parameters()), key=torch.Tensor.numel)
-        smallest.grad = torch.zeros_like(smallest)  # GradScaler requires one
+        smallest.grad = torch.zeros_like(smallest) if smallest.grad is None else smallest.grad  # for GradScaler
         return None
 
     def _free(self) -> None:
-        self.model.zero_grad()
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()

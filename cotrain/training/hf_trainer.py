@@ -81,7 +81,7 @@ class CollaborativeTrainer(Trainer):
             args._n_gpu = min(args.n_gpu, num_devices)  # noqa: SLF001  the batch size of the loader counts these
         super().__init__(module, args, task.collate, samples, optimizers=optimizers, **options)
         self.sampler, self.loss_meter, self.task, self.mean_weight = sampler, loss_meter, task, 1.0
-        self._micro_batches, self._scale = MicroBatches(model, optimizer), 1.0
+        self._micro_batches, self._scale = MicroBatches(model, optimizer, args.train_batch_size), 1.0
         self.remove_callback(PrinterCallback)  # prints to stdout what CollaborativeCallback logs
 
     def _wrap_model(self, model, training: bool = True, dataloader=None):
@@ -106,14 +106,24 @@ class CollaborativeTrainer(Trainer):
             self._scale = self.task.weigh(inputs) / sum(weights)  # 1 for tokens, 1/2 where each half weighs the same
             return super(CollaborativeTrainer, self).training_step(model, part, num_items_in_batch)
 
-        loss = self._micro_batches.compute(inputs, backward)
-        return torch.zeros((), device=self.args.device) if loss is None else loss
+        if (loss := self._micro_batches.compute(inputs, backward)) is not None:
+            return loss
+        mean = self.mean_weight - self.task.weigh(inputs) / self.current_gradient_accumulation_steps
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        if mean > 0:  # else, none is left
+            torch._foreach_mul_(gradients, float(self.mean_weight / mean))
+            self.mean_weight = mean
+        return torch.zeros((), device=self.args.device)
 
-    def get_batch_samples(self, *args):
-        """Add up the weights of the micro-batches of a local step: its loss is a mean over all their tokens."""
-        batches, num_items = super().get_batch_samples(*args)
-        self.mean_weight = sum(self.task.weigh(batch) for batch in batches) / max(1, len(batches))
-        return batches, num_items
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> None:
+        """Add up the weights of the micro-batches of a local step: its loss is a mean over all their tokens.
+
+        transformers' method, and the next one, refuse a batch that is a tensor; what they count is not used here.
+        """
+        self.mean_weight = sum(self.task.weigh(batch) for batch in batch_samples) / max(1, len(batch_samples))
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        return 0
 
     def _get_grad_norm(self, model, grad_norm: float | None = None) -> float | None:
         """Skip the Trainer's norm, which it computes for the log alone."""

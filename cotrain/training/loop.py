@@ -35,7 +35,7 @@ class TrainingLoop:
         self.is_running, self._num_losses, self._dtype = True, 0, autocast_dtype(args, device)
         self._weights: list[float | torch.Tensor] = []  # of the micro-batches of this local step, or their parts
         self._scaler = torch.amp.GradScaler(device.type, enabled=self._dtype == torch.float16)
-        self._micro_batches = MicroBatches(self.model, session.optimizer)
+        self._micro_batches = MicroBatches(self.model, session.optimizer, args.per_device_train_batch_size)
 
     @property
     def global_step(self) -> int:
@@ -86,7 +86,10 @@ class TrainingLoop:
 
         if not self.is_running:
             raise _Ended
-        return self._end_micro_batch(self._micro_batches.compute(batch, backward))
+        number = len(self._weights)
+        if (loss := self._micro_batches.compute(batch, backward)) is None:
+            del self._weights[number:]
+        return self._end_micro_batch(loss)
 
     def step(self, loss: torch.Tensor, weight: float | torch.Tensor = 1.0) -> bool:
         """Compute gradients, and after --gradient_accumulation_steps losses take a local step.

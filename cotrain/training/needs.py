@@ -11,14 +11,14 @@ from cotrain.common.batch_size import fit_batch_size
 from cotrain.data.manifest import Manifest
 from cotrain.models.memory import base_bytes, micro_batch_bytes
 from cotrain.models.model import build_without_weights, enable_gradient_checkpointing
-from cotrain.options import DEFAULT_BATCH_SIZE, TrainerOptions
+from cotrain.options import DEFAULT_BATCH_SIZE, LocalOptions, TrainerOptions
 from cotrain.tasks.task_loading import load_task
 from cotrain.training.hf_trainer import autocast_dtype
 
 logger = get_logger(__name__)
 
 # Copies of the trained parameters on a GPU beside a micro-batch with its gradients, see docs/gpus.md: model and sum of
-# the gradients; with local updates model and two moments
+# the gradients; with local updates model and two moments. With accumulation, gradients of the micro-batches before
 GPU_COPIES, GPU_COPIES_OF_LOCAL_UPDATES = 2, 3
 # At the start, or with local updates while a round begins or ends, without a micro-batch
 GPU_COPIES_ALONE, GPU_COPIES_OF_LOCAL_UPDATES_ALONE = 4, 7
@@ -37,6 +37,7 @@ class Needs:
     trained: int
     micro_batch: float
     local_updates: bool = False
+    accumulates: bool = False
     frozen: float = 0.0
     text: str = ""
 
@@ -45,6 +46,7 @@ class Needs:
         beside, alone = (GPU_COPIES, GPU_COPIES_ALONE)
         if self.local_updates:
             beside, alone = GPU_COPIES_OF_LOCAL_UPDATES, GPU_COPIES_OF_LOCAL_UPDATES_ALONE
+        beside += self.accumulates
         return self.frozen + max(alone * 4.0 * self.trained, beside * 4.0 * self.trained + self.micro_batch)
 
 
@@ -66,7 +68,8 @@ def plan(args: TrainerOptions, batch_size: int | None = None) -> Needs:
     shown = "?" if peak is None else f"{peak / 1e9:.1f}"
     text = f": {frozen / 1e9:.1f} for the base, {shown} for {batch_size} x {length:,} tokens"
     text += f", the rest for {trained / 1e6:,.1f} million trained parameters"
-    return Needs(trained, max(peak or 0.0, 4.0 * trained), training.local_updates, frozen, text)
+    accumulates = training.gradient_accumulation_steps > 1
+    return Needs(trained, max(peak or 0.0, 4.0 * trained), training.local_updates, accumulates, frozen, text)
 
 
 def set_batch_size(args: TrainerOptions, device: torch.device) -> None:
@@ -90,10 +93,11 @@ def set_batch_size(args: TrainerOptions, device: torch.device) -> None:
     )
 
 
-def missing_copies(model: torch.nn.Module, local_updates: bool) -> list[torch.Tensor]:
+def missing_copies(model: torch.nn.Module, args: LocalOptions) -> list[torch.Tensor]:
     """Return tensors in place of what training keeps on the device beside model and gradients."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    number = (GPU_COPIES_OF_LOCAL_UPDATES if local_updates else GPU_COPIES) - 1
+    number = (GPU_COPIES_OF_LOCAL_UPDATES if args.local_updates else GPU_COPIES) - 1
+    number += args.gradient_accumulation_steps > 1
     return [torch.zeros_like(parameter, dtype=torch.float32) for parameter in trained for _ in range(number)]
 
 

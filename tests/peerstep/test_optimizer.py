@@ -670,15 +670,15 @@ def test_checkpoint_during_a_hanging_round_waits_for_nothing_and_has_one_step(ma
     assert torch.allclose(parameter, parameters_of(optimizer)[0]), "the local updates are in the step"
 
 
-def test_micro_batch_that_is_missing_costs_its_local_step_alone():
+def test_samples_of_a_missing_micro_batch_are_not_counted():
     optimizer = build()
     compute(optimizer, 0.1, samples=2)
-    optimizer.is_incomplete = True
-    compute(optimizer, 7.0)
-    compute(optimizer, 0.4, samples=4)
+    for lost in (6, 3):
+        optimizer.num_lost = lost
+        compute(optimizer, 0.4 if lost == 3 else 7.0, samples=6)
     take(optimizer)
-    assert value_of(optimizer.coordinator.contribution) == pytest.approx(0.3)
-    assert optimizer.num_computed == 6
+    assert value_of(optimizer.coordinator.contribution) == pytest.approx((2 * 0.1 + 3 * 0.4) / 5)
+    assert optimizer.num_computed == 5 and optimizer.num_lost == 0
 
 
 def test_error_of_the_device_in_the_step_thread_ends_training(monkeypatch):

@@ -159,10 +159,13 @@ def test_memory_that_a_gpu_shares_with_the_machine_is_counted_once(monkeypatch):
     assert "GPU memory" not in rows and "about 22.6 needed" in rows["memory"].text
 
 
-@pytest.mark.parametrize(("local_updates", "number"), [(False, 1), (True, 2)])
-def test_trial_has_all_copies_of_training(monkeypatch, local_updates, number):
+@pytest.mark.parametrize(
+    ("local_updates", "accumulation", "number"), [(False, 1, 1), (True, 1, 2), (False, 2, 2), (True, 2, 3)]
+)
+def test_trial_has_all_copies_of_training(monkeypatch, local_updates, accumulation, number):
     """Sums and inner moments were missing: 1.4 and 2.8 GB of 350 million parameters."""
-    copies = missing_copies(torch.nn.Linear(3, 2), local_updates)
+    args = LocalTrainingArguments(local_updates=local_updates, gradient_accumulation_steps=accumulation)
+    copies = missing_copies(torch.nn.Linear(3, 2), args)
     assert sum(copy.numel() for copy in copies) == number * 8 and {copy.dtype for copy in copies} == {torch.float32}
 
 

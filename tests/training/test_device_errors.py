@@ -9,7 +9,9 @@ import torch
 from torch.utils.data import TensorDataset
 
 from cotrain.common.errors import TEMPORARY, report
+from cotrain.data.sampler import PeerSampler
 from cotrain.models import pretrained
+from cotrain.task import Task
 from cotrain.training import session as session_module
 from cotrain.training.device_errors import MAX_FAILURES, MicroBatches, is_device_error, is_out_of_memory, split
 from cotrain.training.loop import TrainingLoop
@@ -66,43 +68,133 @@ def make_loop(tmp_path, monkeypatch, precision: str = "fp32", **training) -> tup
     session.model = torch.nn.Linear(1, 1)
 
     def step() -> None:
-        gradient = float(session.model.weight.grad)
-        if not session.optimizer.is_incomplete:
-            steps.append(gradient)
+        if session.optimizer.num_lost < 8:
+            steps.append((float(session.model.weight.grad), 8 - session.optimizer.num_lost))
             session.optimizer.num_computed += 8
-        session.optimizer.is_incomplete = False
+        session.optimizer.num_lost = 0
 
     optimizer = SimpleNamespace(
-        **{**vars(session.optimizer), "is_incomplete": False, "step": step},
+        **{**vars(session.optimizer), "num_lost": 0, "step": step},
         param_groups=[{"params": list(session.model.parameters())}], zero_grad=session.model.zero_grad,
     )  # fmt: skip
     session.optimizer, session.status.optimizer = optimizer, optimizer
     monkeypatch.setattr(session, "_report_steps", lambda: None)
-    args = make_arguments(tmp_path, {"gradient_accumulation_steps": 2, precision: True, **training}).training
-    return TrainingLoop(session, args, torch.device("cpu")), steps
+    options = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, precision: True, **training}
+    loop = TrainingLoop(session, make_arguments(tmp_path, options).training, torch.device("cpu"))
+    loop._micro_batches.sets_aside = True  # as on a GPU
+    return loop, steps
 
 
 BATCH = torch.tensor([[1.0], [3.0], [5.0], [7.0]])
 
 
 @pytest.mark.parametrize("failing", [3, 4])
-def test_later_micro_batch_without_memory_costs_its_local_step_alone(tmp_path, monkeypatch, caplog, failing):
+def test_later_micro_batch_without_memory_costs_itself_alone(tmp_path, monkeypatch, caplog, failing):
     loop, steps = make_loop(tmp_path, monkeypatch)
     losses = Losses(loop.model, failing)
     for _ in range(6):
         assert loop.train_on(BATCH, losses)
-    assert steps == [4.0, 4.0] and losses.sizes == [4] * 6
-    assert "Dropped a local step, 1 of 10 in a row: CUDA out of memory" in caplog.text
+    assert steps == [(4.0, 8), (4.0, 4), (4.0, 8)] and losses.sizes == [4] * 6
+    assert "Dropped a micro-batch, 1 of 10 in a row: CUDA out of memory" in caplog.text
+
+
+def test_local_step_of_missing_micro_batches_counts_nothing(tmp_path, monkeypatch):
+    loop, steps = make_loop(tmp_path, monkeypatch)
+    losses = Losses(loop.model, 3, 4, 5)
+    for _ in range(6):
+        assert loop.train_on(BATCH, losses)
+    assert steps == [(4.0, 8), (4.0, 4)]
+
+
+class LateFailure(torch.nn.Module):
+    """Two layers; the backward pass has no memory after the second one has its gradient, at some of its calls."""
+
+    def __init__(self, *failing: int):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.failing, self.calls = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1), failing, 0
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        middle, fails = self.first(batch), self.calls in self.failing
+        middle.register_hook(lambda _: self.fail() if fails else None)
+        return self.second(middle).square().mean()
+
+    def fail(self) -> None:
+        assert self.second.weight.grad is not None
+        raise torch.OutOfMemoryError(FULL)
+
+
+class TokenTask(Task):
+    """Tensors as batches, each of which weighs as many tokens as its first number says."""
+
+    def collate(self, samples):
+        return torch.stack(samples)
+
+    def compute_loss(self, model, batch):
+        return model(batch)
+
+    def weigh(self, batch):
+        return batch[:, 0].sum()
+
+
+SAMPLES = torch.tensor([[3.0, 1.0], [1.0, 2.0], [4.0, -1.0], [5.0, 2.0]])
+
+
+def mean_over_tokens(numbers: list[int]) -> torch.Tensor:
+    model = LateFailure()
+    weights = SAMPLES[:, 0] / SAMPLES[numbers, 0].sum()
+    sum(weights[number] * model(SAMPLES[[number]]) for number in numbers).backward()
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize("failing", [(2,), (3,), (4,), (2, 3), (3, 4)])
+@pytest.mark.parametrize("kind", ["loop", "Trainer"])
+def test_gradient_without_a_dropped_micro_batch_is_the_mean_over_the_tokens_of_the_others(
+    tmp_path, monkeypatch, failing, kind
+):
+    """Also if its backward pass had changed some gradients. The first micro-batch is computed in a step before."""
+    task, model = TokenTask(), LateFailure(*failing)
+    order = list(PeerSampler(range(4), "peer", 0))
+    if kind == "loop":
+        gradients = []
+        loop, _ = make_loop(tmp_path, monkeypatch, gradient_accumulation_steps=4, per_device_train_batch_size=1)
+        loop.model = loop._micro_batches.model = model
+        optimizer = loop.session.optimizer
+        optimizer.step = lambda: gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        for number in order:
+            loop.train_on(SAMPLES[[number]], model, task.weigh)
+    else:
+        trainer = build_trainer(
+            tmp_path, PeerSampler(range(4), "peer", 0), model=model, samples=list(SAMPLES), task=task,
+            per_device_train_batch_size=1, gradient_accumulation_steps=4,
+        )  # fmt: skip
+        optimizer, trainer._micro_batches.sets_aside = trainer.optimizer, True
+        optimizer.num_lost = 0
+        trainer.train()
+        gradients = trainer.gradients
+    rest = [number for place, number in enumerate(order, 1) if place not in failing]
+    assert torch.allclose(gradients[0], mean_over_tokens(rest), atol=1e-6)
+    assert optimizer.num_lost == len(failing)
 
 
 @pytest.mark.parametrize("failing", [3, 4])
 def test_gradscaler_survives_a_micro_batch_without_memory(tmp_path, monkeypatch, failing):
     loop, steps = make_loop(tmp_path, monkeypatch)
     loop._scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    losses = Losses(loop.model, failing)
-    for _ in range(6):
+    losses = Losses(loop.model, failing, 5, 6)
+    for _ in range(8):
         assert loop.train_on(BATCH, losses)
-    assert steps == [4.0, 4.0]
+    assert steps == [(4.0, 8), (4.0, 4), (4.0, 8)]
+
+
+def test_local_step_after_one_that_gradscaler_left_out_counts_all_its_samples(tmp_path, monkeypatch):
+    loop, steps = make_loop(tmp_path, monkeypatch)
+    losses, given = Losses(loop.model, 4), loop.session.optimizer.step
+    for number in range(6):
+        loop.session.optimizer.step = (lambda: None) if number < 4 else given
+        assert loop.train_on(BATCH, losses)
+    assert steps == [(4.0, 8)]
 
 
 def test_first_micro_batch_without_memory_is_computed_in_halves_from_then_on(tmp_path, monkeypatch, caplog):
@@ -110,7 +202,7 @@ def test_first_micro_batch_without_memory_is_computed_in_halves_from_then_on(tmp
     losses = Losses(loop.model, 1)
     for _ in range(4):
         assert loop.train_on(BATCH, losses)
-    assert losses.sizes == [4, *[2] * 8] and steps == [4.0, 4.0], "the local step stays the same"
+    assert losses.sizes == [4, *[2] * 8] and steps == [(4.0, 8)] * 2, "the local step stays the same"
     assert "The first micro-batch does not fit into memory" in caplog.text
 
 
@@ -133,9 +225,9 @@ def test_trainer_of_transformers_drops_the_same_and_halves_the_same(tmp_path):
             tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=3, logging_steps=1
         )
         compute, calls, module = trainer.model.task.compute_loss, [], trainer.model
-        optimizer, incomplete = trainer.optimizer, []
-        optimizer.is_incomplete = False
-        optimizer.register_step_pre_hook(lambda given, *_, seen=incomplete: seen.append(given.is_incomplete))
+        optimizer, lost = trainer.optimizer, []
+        optimizer.num_lost, trainer._micro_batches.sets_aside = 0, True
+        optimizer.register_step_pre_hook(lambda given, *_, seen=lost: seen.append(given.num_lost))
 
         def fail(model, batch, calls=calls, failing=failing, compute=compute):
             calls.append(len(batch["input_ids"]))
@@ -147,9 +239,9 @@ def test_trainer_of_transformers_drops_the_same_and_halves_the_same(tmp_path):
         trainer.train()
         gradients.append(trainer.gradients[0])
         if failing == (1,):
-            assert calls == [2, *[1] * 24] and not any(incomplete)
+            assert calls == [2, *[1] * 24] and not any(lost)
         elif failing:
-            assert calls == [2] * 12 and incomplete[:2] == [False, True]
+            assert calls == [2] * 12 and lost[:2] == [0, 2]
     assert torch.allclose(gradients[0], gradients[1], atol=1e-6)
 
 
@@ -215,8 +307,8 @@ def test_module_on_the_cpu_beside_a_gpu_is_computed_in_float32(tmp_path, monkeyp
 
 def test_memory_of_a_dropped_micro_batch_is_free_before_the_next():
     """The traceback of the error keeps what the micro-batch has computed."""
-    runner, kept = MicroBatches(torch.nn.Linear(1, 1), SimpleNamespace(is_incomplete=False)), []
-    runner._num_computed, runner._free = 1, lambda: kept.append(activations())
+    runner, kept = MicroBatches(torch.nn.Linear(1, 1), SimpleNamespace(num_lost=0), 4), []
+    runner._num_computed, runner.sets_aside, runner._free = 1, True, lambda: kept.append(activations())
 
     def backward(batch: torch.Tensor, share: float) -> torch.Tensor:
         nonlocal activations

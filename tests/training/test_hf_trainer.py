@@ -58,13 +58,13 @@ def build_trainer(
     )
     trainer.gradients, trainer.losses = [], []
 
-    def record(*_) -> None:
+    def record_step(*_) -> None:
         trainer.gradients.append(
             torch.cat([p.grad.flatten().clone() for p in model.parameters() if p.grad is not None])
         )
         trainer.losses.append(trainer.loss_meter.pop())
 
-    trainer.optimizer.register_step_pre_hook(record)
+    trainer.optimizer.register_step_pre_hook(record_step)
     return trainer
 
 
