@@ -4,7 +4,7 @@
 benchmarks/gpu.py                  ALBERT-large in bf16 and fp16, on the first GPU
 benchmarks/gpu.py --device cpu     a tiny model, to try the script itself
 
-It has not been run on a GPU yet. Samples are random and without padding. The trainers take global steps, with
+Samples are random and without padding. The trainers take global steps, with
 themselves or with each other, but find all peers on the same machine.
 
 plain        transformers' Trainer, which takes a step of AdamW after each local step

@@ -72,6 +72,7 @@ class GradientAccumulator(Accumulator):
         if self.side_stream.exists:
             self._staging = [self.side_stream.host_memory_like(total) for total in self._sums]
         self._num_kept = 0  # samples of the last contribution that count in the next one
+        self._staging_lock, self._uploaded = threading.Lock(), None  # an event: the last copy from there to the device
 
     @torch.no_grad()
     def add(self, num_samples: int, _step: int = 0) -> int:
@@ -90,16 +91,17 @@ class GradientAccumulator(Accumulator):
 
         :returns: the number of samples in the contribution; 0 if the sum of the finite gradients has overflowed
         """
-        with self.lock:
-            num_samples, num_kept = self.num_samples, self._num_kept
-            with self.side_stream.beside():
-                copy_from_device(self._sums if self._staging else (), self._staging)
-                if not self._staging:
-                    self._load_means(self._sums, num_samples, num_kept)
-                self._clear()
-        if self._staging:
-            self.side_stream.wait()
-            self._load_means(self._staging, num_samples, num_kept)
+        with self._staging_lock:
+            with self.lock:
+                num_samples, num_kept = self.num_samples, self._num_kept
+                with self.side_stream.beside():
+                    copy_from_device(self._sums if self._staging else (), self._staging)
+                    if not self._staging:
+                        self._load_means(self._sums, num_samples, num_kept)
+                    self._clear()
+            if self._staging:
+                self.side_stream.wait()
+                self._load_means(self._staging, num_samples, num_kept)
         if math.isfinite(clip_norm(self.contribution, MAX_GRADIENT_NORM)):
             return num_samples
         torch._foreach_zero_(self.contribution)
@@ -129,8 +131,17 @@ class GradientAccumulator(Accumulator):
 
     @torch.no_grad()
     def rebase(self) -> None:
-        """Set the model to the newest global step."""
-        torch._foreach_copy_(self.main_parameters, self.step_parameters)
+        """Set the model to the newest global step. From pinned memory, the copies wait for no kernel, nor the host."""
+        if not self._staging:
+            torch._foreach_copy_(self.main_parameters, self.step_parameters)
+            return
+        with self._staging_lock:
+            if self._uploaded is not None:
+                self._uploaded.synchronize()
+            torch._foreach_copy_(self._staging, self.step_parameters)
+            with self.lock, self.side_stream.main():
+                torch._foreach_copy_(self.main_parameters, self._staging, non_blocking=True)
+            self._uploaded = self.side_stream.last_change
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ class SideStream:
     def __init__(self, device: torch.device):
         self.device, self.exists = device, device.type in ("cuda", "xpu")
         self._stream = torch.Stream(device) if self.exists else None
-        self._changed = self._copied = None  # events: last change by the main thread, last use in `beside`
+        self.last_change = self._copied = None  # events: last change by the main thread, last use in `beside`
 
     def host_memory_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return zeros on the CPU to copy to without waiting: pinned memory; without streams shared memory."""
@@ -35,8 +35,8 @@ class SideStream:
         if self._stream is None:
             yield
             return
-        if self._changed is not None:
-            self._stream.wait_event(self._changed)
+        if self.last_change is not None:
+            self._stream.wait_event(self.last_change)
         with self._stream:
             yield
         self._copied = self._stream.record_event()
@@ -51,7 +51,7 @@ class SideStream:
         if self._copied is not None:
             stream.wait_event(self._copied)
         yield
-        self._changed = stream.record_event()
+        self.last_change = stream.record_event()
 
     def wait(self) -> None:
         """Wait until what `beside` has launched is done."""

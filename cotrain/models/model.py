@@ -217,7 +217,7 @@ def find_device(use_cpu: bool) -> torch.device:
 
 
 def supports_bf16(device: torch.device) -> bool:
-    """Whether a device computes matrix products in bfloat16, other than by emulation."""
+    """Whether a device computes matrix products in bfloat16. Old ones of AMD and Apple emulate it unnoticed."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     try:
@@ -246,7 +246,8 @@ def choose_kernels(model: PreTrainedModel, args: LocalOptions, num_gpus: int) ->
         if args.torch_compile and num_gpus > 1:
             raise ValueError("several GPUs: set CUDA_VISIBLE_DEVICES=0")  # DataParallel would run the first's code
         if args.torch_compile:
-            torch.compile(torch.square)(torch.ones(8))  # is there a compiler?
+            device = find_device(use_cpu=num_gpus == 0)
+            torch.compile(torch.square)(torch.ones(8, device=device))  # is there a compiler, and on a GPU Triton?
             model.compile()  # in place: the names of the parameters stay
     except Exception as error:
         raise UserError(f"{flag} is not available here ({first_line(error):.150}): drop the flag") from None

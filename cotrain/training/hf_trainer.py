@@ -186,6 +186,7 @@ def build_training_arguments(args: LocalOptions, peer_id: str) -> TrainingArgume
         bf16=dtype == torch.bfloat16,
         use_cpu=device.type == "cpu",
         dataloader_pin_memory=device.type == "cuda",
+        accelerator_config={"non_blocking": device.type == "cuda"},  # pinned; else each micro-batch waits for the GPU
         dataloader_drop_last=True,  # each local step reports the same number of samples
         remove_unused_columns=False,  # the collator needs special_tokens_mask
         seed=derive_seed(peer_id, args.seed) % 2**32,  # of masks and dropout; numpy takes 32 bits

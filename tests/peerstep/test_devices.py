@@ -84,6 +84,30 @@ def test_hand_over_waits_once_and_holds_no_lock_meanwhile(build, monkeypatch):
         assert contribution[7].tolist() == pytest.approx([4.0] * 4, rel=0.02)
 
 
+def test_new_parameters_reach_the_device_without_a_wait(monkeypatch):
+    """From pageable memory each copy waits for all kernels, and the GPU idles: 0.25 to 0.5 s for 1.4 GB."""
+    copies, newest = [], [torch.full((4,), float(number)) for number in range(50)]
+    with fake_streams(monkeypatch) as log:
+        model = [DeviceTensor(torch.zeros(4), "cuda") for _ in newest]
+        accumulator = GradientAccumulator(model, newest, [torch.zeros(4) for _ in newest])
+
+        copy = torch._foreach_copy_
+
+        def record(targets, sources, non_blocking=False) -> None:
+            copies.extend([non_blocking] * isinstance(targets[0], DeviceTensor))
+            copy(targets, sources, non_blocking)
+
+        monkeypatch.setattr(torch, "_foreach_copy_", record)
+        accumulator.rebase()
+        assert [float(parameter.inner[0]) for parameter in model] == [float(number) for number in range(50)]
+        assert log == [] and copies == [True]
+        accumulator.load()
+        assert log[0] == "side waits for main 1", "the sums are copied to the same memory"
+        log.clear()
+        accumulator.rebase()
+        assert log[0] == "host waits for main 1", "the memory is read until then"
+
+
 def test_contribution_that_no_round_has_used_needs_no_device(monkeypatch):
     """Adding it to the sum on the GPU took one copy for each tensor, and the k-th might be out of memory."""
     model, contribution = [DeviceTensor(torch.zeros(2), "mps")], [torch.zeros(2)]

@@ -64,15 +64,26 @@ def unwrap(x: object, found: list) -> object:
     return x.inner
 
 
+class FakeEvent(str):
+    """An event of a FakeStream, by its name."""
+
+    log: list
+
+    def synchronize(self) -> None:
+        self.log.append(f"host waits for {self}")
+
+
 class FakeStream:
     """Stands for the stream of the step thread and that of the main thread. Records what they wait for, in order."""
 
     def __init__(self, log: list, name: str, on_wait: Callable[[], None] = lambda: None):
         self.log, self.name, self.on_wait, self._number = log, name, on_wait, 0
 
-    def record_event(self) -> str:
+    def record_event(self) -> FakeEvent:
         self._number += 1
-        return f"{self.name} {self._number}"
+        event = FakeEvent(f"{self.name} {self._number}")
+        event.log = self.log
+        return event
 
     def wait_event(self, event: str) -> None:
         self.log.append(f"{self.name} waits for {event}")
