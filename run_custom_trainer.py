@@ -27,16 +27,16 @@ def train(args: TrainerOptions, stop: StopSignal) -> None:
     from cotrain.training.loop import open_loop
     from cotrain.training.session import open_session
     from cotrain.training.workload import load_workload
-    from utils import record_schemas
+    from utils import make_validators, publish_metrics
 
     work = load_workload(args)  # task, samples, model
     task, model = work.task, work.model.to(work.device).train()
     with ExitStack() as stack:
         # DHT peer
         output_dir = Path(args.training.output_dir)
-        schemas = record_schemas(args.collaboration.run_id)
+        validators = make_validators(args.collaboration.run_id)
         client_mode = args.collaboration.client_mode
-        peer = stack.enter_context(open_peer(args.collaboration, schemas, output_dir, client_mode, stop))
+        peer = stack.enter_context(open_peer(args.collaboration, validators, output_dir, client_mode, stop))
 
         # The collaborative optimizer (peerstep), around LAMB, AdamW or Muon
         batch_size_per_step = args.training.batch_size_per_step(num_devices=1)
@@ -45,6 +45,7 @@ def train(args: TrainerOptions, stop: StopSignal) -> None:
 
         # Session: joining, metrics, rollback, checkpoints
         session = stack.enter_context(open_session(peer, optimizer, task, model, args, stop))
+        session.on_report = partial(publish_metrics, peer, args.collaboration.statistics_expiration)
 
         # PyTorch's loop, over micro-batches in this peer's own order
         loop = stack.enter_context(open_loop(session, args.training, work.device))

@@ -63,7 +63,7 @@ def main() -> None:
         from cotrain.tasks.task_loading import build_initial_model, load_task
         from cotrain.training.builders import open_observer
         from peerstep.swarm import supervise
-        from utils import record_schemas
+        from utils import make_validators
 
         entry = find_run_config(line, stop)
         args, peer_args, dataset_args, hyperparameter_args = entry.arguments
@@ -74,8 +74,8 @@ def main() -> None:
         evaluator = Evaluator(task, stop.is_set, args)
         model = build_initial_model(task, peer_args.run_id)
         output_dir, run_id = Path(args.output_dir), peer_args.run_id
-        schemas = record_schemas(peer_args.run_id)
-        peer = stack.enter_context(open_peer(peer_args, schemas, output_dir, client_mode=True, stop=stop))
+        validators = make_validators(peer_args.run_id)
+        peer = stack.enter_context(open_peer(peer_args, validators, output_dir, client_mode=True, stop=stop))
         claim_folder(output_dir, run_id)
         logger.info(f"This evaluator is {peer.dht.peer_id}")
         # One evaluation may take hours.

@@ -9,6 +9,7 @@ where the address is one that the monitor or any trainer prints at its start.
 """
 
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from arguments import TRAINER_ARGUMENTS
@@ -26,7 +27,7 @@ def train(args: TrainerOptions, stop: StopSignal) -> None:
     from cotrain.training.hf_trainer import CollaborativeTrainer, build_training_arguments
     from cotrain.training.session import open_session
     from cotrain.training.workload import load_workload
-    from utils import record_schemas
+    from utils import make_validators, publish_metrics
 
     work = load_workload(args)  # task, samples, model
     task, model = work.task, work.model.to(work.device)
@@ -34,9 +35,9 @@ def train(args: TrainerOptions, stop: StopSignal) -> None:
     output_dir = Path(args.training.output_dir)
     with ExitStack() as stack:
         # DHT peer
-        schemas = record_schemas(args.collaboration.run_id)
+        validators = make_validators(args.collaboration.run_id)
         client_mode = args.collaboration.client_mode
-        peer = stack.enter_context(open_peer(args.collaboration, schemas, output_dir, client_mode, stop))
+        peer = stack.enter_context(open_peer(args.collaboration, validators, output_dir, client_mode, stop))
         peer_id = str(peer.dht.peer_id)
 
         # The collaborative optimizer (peerstep), around LAMB, AdamW or Muon. `step` counts a local step; once all
@@ -46,6 +47,7 @@ def train(args: TrainerOptions, stop: StopSignal) -> None:
 
         # Session: joining, metrics, rollback, checkpoints
         session = stack.enter_context(open_session(peer, optimizer, task, model, args, stop))
+        session.on_report = partial(publish_metrics, peer, args.collaboration.statistics_expiration)
 
         # transformers' Trainer
         trainer = CollaborativeTrainer(

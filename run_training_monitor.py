@@ -125,7 +125,7 @@ def main() -> None:
         from cotrain.tasks.task_loading import build_initial_model, load_task
         from cotrain.training.builders import open_observer
         from peerstep.swarm import supervise
-        from utils import record_schemas
+        from utils import make_validators
 
         entry = find_run_config(line, stop, is_monitor=True)
         args, run_args, peer_args = entry.arguments
@@ -158,7 +158,7 @@ def main() -> None:
 
         # The peer that the others join through
         peer = stack.enter_context(
-            open_peer(peer_args, record_schemas(peer_args.run_id), output_dir, False, stop, entry.is_alone)
+            open_peer(peer_args, make_validators(peer_args.run_id), output_dir, False, stop, entry.is_alone)
         )
         claim_folder(output_dir, run_id)
         longest_wait = 600.0 + 10 * args.refresh_period

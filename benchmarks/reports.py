@@ -22,11 +22,11 @@ from hivemind.dht import node as dht_node
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.utils.crypto import RSAPrivateKey
 
-from cotrain.dht.run_records import make_validators
 from peerstep import node as own_node
 from peerstep.clock import run_time
 from peerstep.progress import HEARTBEAT_SECONDS, SECONDS_PER_PEER
 from peerstep.progress_record import PeerProgress
+from tests.support.dht_records import make_validators
 
 KEY = f"run_{own_node.PROGRESS}"
 

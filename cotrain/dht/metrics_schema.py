@@ -1,6 +1,6 @@
 """Schema of the metrics that a trainer publishes after each global step.
 
-Each metric is declared once, as a field of `LocalMetrics`. The DHT's validators, the columns of the history, the
+Each metric is declared once, as a field of `StepMetrics`. The DHT's validators, the columns of the history, the
 monitor's parser and aggregation, and the records of metrics.jsonl and the dashboards derive from the declaration.
 CONTRIBUTING.md shows how to add a metric. This module imports neither hivemind nor torch.
 """
@@ -53,11 +53,10 @@ class ExtensibleRecord(pydantic.BaseModel):
         return super().dict(**{**options, "exclude_unset": True})
 
 
-class LocalMetrics(ExtensibleRecord):
-    """Metrics of one trainer for one global step. The first five fields are the record of hivemind's ALBERT example.
+class StepMetrics(ExtensibleRecord):
+    """Metrics of one trainer for one global step. The first five are those of hivemind's ALBERT example, see utils.py.
 
-    The record of the newest step has these alone; the history also has the others. Further metrics come after these
-    and are optional, so that peers without them stay in the run.
+    Further metrics come after these and are optional, so that peers without them stay in the run.
 
     `combine` of a field is the rule by which the values of the peers are aggregated for a step: "sum", "maximum",
     "median", or "mean", weighted by samples, of each value divided by the field `per` if there is one.
@@ -80,7 +79,7 @@ class LocalMetrics(ExtensibleRecord):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A field of `LocalMetrics`: its type, its bounds, and how peers' values are aggregated (None: they are not)."""
+    """A field of `StepMetrics`: its type, its bounds, and how peers' values are aggregated (None: they are not)."""
 
     name: str
     minimum: float
@@ -91,8 +90,8 @@ class Metric:
     per: str | None
 
 
-def describe_metrics(schema: type[LocalMetrics]) -> tuple[Metric, ...]:
-    """Return the declared metrics, in order; raise TypeError for one that breaks the rules of `LocalMetrics`."""
+def describe_metrics(schema: type[StepMetrics]) -> tuple[Metric, ...]:
+    """Return the declared metrics, in order; raise TypeError for one that breaks the rules of `StepMetrics`."""
     metrics = []
     for field in schema.__fields__.values():
         bounds, extra = field.type_, field.field_info.extra
@@ -106,7 +105,7 @@ def describe_metrics(schema: type[LocalMetrics]) -> tuple[Metric, ...]:
     return tuple(metrics)
 
 
-METRICS = describe_metrics(LocalMetrics)
+METRICS = describe_metrics(StepMetrics)
 # A field that a newer peer declares
 UNKNOWN = Metric("", -MAX_NUMBER, MAX_NUMBER, is_whole=False, is_optional=True, combine=None, per=None)
 

@@ -1,15 +1,12 @@
-"""Records of the scripts in the DHT: their schemas. Those of rounds are in peerstep/records.py."""
+"""Records of trainers and monitors in the DHT: their schemas. Those of rounds are in peerstep/records.py."""
 
 import pydantic.v1 as pydantic  # hivemind's schemas are pydantic v1 models, a v2 model raises
 from hivemind.dht.schema import BytesWithPublicKey, SchemaValidator
-from hivemind.dht.validation import RecordValidatorBase
-from hivemind.utils.crypto import RSAPrivateKey
 
 from cotrain.common.names import SHORT
-from cotrain.dht.metrics_schema import HISTORY_LENGTH, Count, ExtensibleRecord, LocalMetrics, read_row
+from cotrain.dht.metrics_schema import HISTORY_LENGTH, Count, ExtensibleRecord, read_row
 from peerstep.history import MAX_STEP
 from peerstep.progress_record import MAX_ROUNDS
-from peerstep.records import build_validators
 
 MAX_MEMBERS = 32  # of the newest rounds, in a record; of a larger group some, at random
 
@@ -43,10 +40,9 @@ class TrainerRecord(ExtensibleRecord):
         return row
 
 
-class MetricSchema(pydantic.BaseModel):
+class RecordSchema(pydantic.BaseModel):
     """The DHT keys of a run without the prefix; each holds a dictionary from the signer's public key to a record."""
 
-    metrics: dict[BytesWithPublicKey, LocalMetrics]  # as in hivemind's example, for its monitor; ours reads `trainers`
     trainers: dict[BytesWithPublicKey, TrainerRecord]
     monitor: dict[BytesWithPublicKey, MonitorStatus]
 
@@ -66,10 +62,5 @@ class ConfigSchema(pydantic.BaseModel):
 
 
 def record_schemas(run_id: str) -> list[SchemaValidator]:
-    """Return the schemas of the scripts' records."""
-    return [SchemaValidator(MetricSchema, prefix=run_id), SchemaValidator(ConfigSchema)]
-
-
-def make_validators(run_id: str, private_key: RSAPrivateKey | None = None) -> tuple[list[RecordValidatorBase], bytes]:
-    """Build the validators of all records of a run, see `build_validators`."""
-    return build_validators(run_id, private_key, record_schemas(run_id))
+    """Return the schemas of the library's records. Scripts add theirs, see utils.py."""
+    return [SchemaValidator(RecordSchema, prefix=run_id), SchemaValidator(ConfigSchema)]

@@ -61,7 +61,7 @@ class PeerStep(NamedTuple):
     peer: Hashable  # its ID
     step: int
     samples: int  # that count, at most those that the peer states
-    metrics: Mapping[str, int | float | None]  # by the names of the fields of `LocalMetrics`, as the peer states them
+    metrics: Mapping[str, int | float | None]  # by the names of the fields of `StepMetrics`, as the peer states them
 
 
 # Metrics with a field of their own in a report
@@ -320,7 +320,7 @@ class MetricsAggregator:
         )
 
     def _combine(self, metric: Metric, peer_steps: Sequence[PeerStep]) -> float | None:
-        """Combine the peers' values of a metric, see `LocalMetrics` for the rules; None if no peer has a value."""
+        """Combine the peers' values of a metric, see `StepMetrics` for the rules; None if no peer has a value."""
         known = [own for own in peer_steps if own.metrics[metric.name] is not None]
         if metric.combine == "mean":  # weighted by samples, over peers whose value of `metric.per`, if any, is not 0
             known = [own for own in known if own.samples > 0 and (metric.per is None or own.metrics[metric.per])]

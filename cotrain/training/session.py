@@ -20,8 +20,8 @@ from cotrain.common.names import label, short
 from cotrain.common.run_folder import claim_folder
 from cotrain.common.signals import StopSignal
 from cotrain.data.sampler import PeerSampler
-from cotrain.dht.metrics_schema import history_length
-from cotrain.dht.run_records import MAX_MEMBERS, LocalMetrics, TrainerRecord
+from cotrain.dht.metrics_schema import StepMetrics, history_length
+from cotrain.dht.run_records import MAX_MEMBERS, TrainerRecord
 from cotrain.models.model import supports_bf16
 from cotrain.options import TrainerOptions
 from cotrain.peer.addresses import log_visible_maddrs, peer_id_in
@@ -84,7 +84,8 @@ class TrainingSession:
         self._rounds = JsonLinesFile(self.folder / "rounds.jsonl", max_bytes=16 * 2**20)
         self._members: deque[list[str]] = deque(maxlen=self.NAMED_ROUNDS)  # of the newest rounds, for the monitor
         self.optimizer.on_round = self._record_round
-        self.history: deque[LocalMetrics] = deque(maxlen=history_length())
+        self.history: deque[StepMetrics] = deque(maxlen=history_length())
+        self.on_report: Callable[[StepMetrics], object] = bool  # called with the metrics of each global step
         self.num_recoveries = 0
         self.joined_at = -math.inf
         self.client_mode_alarm = ClientModeAlarm()
@@ -282,9 +283,9 @@ class TrainingSession:
             self.status.record_loss(loss / mini_steps)
         values = {"samples_accumulated": record.samples, "loss": loss, "mini_steps": mini_steps}
         values |= {"step": record.step, "samples_per_second": samples_per_second, "time": record.time}
-        self.history.append(LocalMetrics(**values))
+        self.history.append(StepMetrics(**values))
         self.publish()
-        self._store("metrics", self.history[-1].dict(exclude={"time"}))  # the record of hivemind's example
+        self.on_report(self.history[-1])
 
     def publish(self, leaving: bool = False) -> MPFuture:
         """Publish this peer's record, and the settings of the run. Does not wait for the result.
@@ -306,11 +307,8 @@ class TrainingSession:
             members=list(members)[:MAX_MEMBERS],
         )
         self.relay.publish()
-        return self._store("trainers", record.dict())
-
-    def _store(self, name: str, value: object) -> MPFuture:
-        key, expires = f"{self.args.run_id}_{name}", run_time() + self.args.statistics_expiration
-        return self.peer.dht.store(key, value, expires, subkey=self.peer.public_key, return_future=True)
+        key, end = f"{self.args.run_id}_trainers", run_time() + self.args.statistics_expiration
+        return self.peer.dht.store(key, record.dict(), end, subkey=self.peer.public_key, return_future=True)
 
     def recover(self) -> None:
         """Roll back NaN or Inf parameters to the peers' state or to the last checkpoint, whichever is newer.

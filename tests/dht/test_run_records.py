@@ -26,13 +26,13 @@ from hivemind.utils.multiaddr import Multiaddr
 from arguments import BaseTrainingArguments
 from cotrain.admission.invitations import load_identity
 from cotrain.common.errors import UserError
-from cotrain.dht.run_records import HISTORY_LENGTH, TrainerRecord, make_validators
+from cotrain.dht.run_records import HISTORY_LENGTH, TrainerRecord
 from cotrain.peer.addresses import announce_public_ip, choose_maddrs, fix_tcp_port, get_free_port
 from peerstep.clock import run_time
 from peerstep.node import NUM_BUCKETS, DHTProtocol, bucket_of
 from peerstep.records import RunValidator, get_dictionary, signer_of, store_record
 from peerstep.redial import _redial, find_tcp_endpoint
-from tests.support.dht_records import trainer_record
+from tests.support.dht_records import make_validators, trainer_record
 from tests.support.hostile_peer import RAW, nest
 from tests.support.peers import local_peer
 

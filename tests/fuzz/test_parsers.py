@@ -37,7 +37,6 @@ from cotrain.common.argument_parser import ArgumentParser
 from cotrain.common.errors import UserError
 from cotrain.data.archive import DATASET, MIN_LIMIT, TOKENIZER, unpack_archive
 from cotrain.data.manifest import Manifest
-from cotrain.dht.run_records import make_validators
 from cotrain.monitoring.advice import parse_shares
 from cotrain.monitoring.aggregation import MetricsAggregator
 from cotrain.monitoring.contributors import Contributors
@@ -56,7 +55,7 @@ from peerstep.state_download import StateDownload, rank_donors
 from peerstep.state_layout import read_position
 from peerstep.wire import TensorAssembler, TensorSpec, check_tensor
 from tests.fuzz.mutations import NUMBERS, altered, altered_fields, bounded, damaged, fuzz, to_json
-from tests.support.dht_records import entries, metric, trainer_record
+from tests.support.dht_records import entries, make_validators, metric, trainer_record
 from tests.support.offline import offline_averager
 from tests.support.state import snapshot
 

@@ -22,7 +22,6 @@ from hivemind.utils import MSGPackSerializer
 
 from cotrain.admission.admission import Admission
 from cotrain.admission.revocations import Revocations
-from cotrain.dht.run_records import make_validators
 from cotrain.peer.run_config import choose
 from peerstep.claims import PROOF_BYTES, Claims
 from peerstep.history import parse_marks
@@ -50,7 +49,7 @@ from tests.fuzz.test_parsers import (
     read_token,
     spec_of,
 )
-from tests.support.dht_records import metric
+from tests.support.dht_records import make_validators, metric
 from tests.support.state import snapshot
 
 LIMIT = DEFAULT_MAX_MSG_SIZE - 100

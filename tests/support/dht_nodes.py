@@ -13,11 +13,11 @@ from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils.crypto import RSAPrivateKey
 
-from cotrain.dht.run_records import make_validators
 from peerstep import node as own_node
 from peerstep.clock import run_time
 from peerstep.node import NUM_BUCKETS, PROGRESS, WITHOUT_CACHES, RelayedP2P, RunNode, read_reports
 from peerstep.progress_record import PeerProgress
+from tests.support.dht_records import make_validators
 
 KEY = f"run_{PROGRESS}"
 STRANGER = RSAPrivateKey()

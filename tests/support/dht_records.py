@@ -1,9 +1,18 @@
 """Records as trainers publish them on the DHT, for tests of the monitor."""
 
+from hivemind.dht.validation import RecordValidatorBase
+from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.timed_storage import ValueWithExpiration
 
+import utils
 from cotrain.monitoring.aggregation import PeerStep
 from peerstep.progress_record import PROTOCOL, PeerProgress
+from peerstep.records import build_validators
+
+
+def make_validators(run_id: str, private_key: RSAPrivateKey | None = None) -> tuple[list[RecordValidatorBase], bytes]:
+    """Build the validators of all records of a run, see `build_validators`."""
+    return build_validators(run_id, private_key, utils.make_validators(run_id))
 
 
 def metric(step, loss=10.0, mini_steps=2, samples=32, speed=1.5):

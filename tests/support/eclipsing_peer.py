@@ -17,10 +17,10 @@ from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import CompositeValidator
 from hivemind.utils.crypto import RSAPrivateKey
 
-from cotrain.dht.run_records import make_validators
 from peerstep.node import WITHOUT_CACHES, RelayedP2P, RunNode, read_reports
 from peerstep.patches import apply_patches
 from tests.support.dht_nodes import HOST, invent_peers, make_hostile
+from tests.support.dht_records import make_validators
 
 
 def name_nodes(protocol, key: DHTID) -> list:

@@ -53,7 +53,9 @@ def storing_peer(stored: dict, public_key: bytes = b"key") -> SimpleNamespace:
         stored.setdefault(key, {})[subkey] = ValueWithExpiration(value, expiration_time)
         return SimpleNamespace(result=lambda timeout: None)
 
-    return SimpleNamespace(dht=SimpleNamespace(**{**vars(FAKE_DHT), "store": store}), public_key=public_key)
+    return SimpleNamespace(
+        dht=SimpleNamespace(**{**vars(FAKE_DHT), "store": store}), public_key=public_key, run_id="run"
+    )
 
 
 class FakeTracker:

@@ -23,12 +23,12 @@ from hivemind.utils import get_dht_time
 from hivemind.utils.asyncio import as_aiter
 from hivemind.utils.crypto import RSAPrivateKey
 
-from cotrain.dht.run_records import make_validators
 from peerstep.node import PROGRESS, read_reports
 from peerstep.processes import guard_children
 from peerstep.records import signer_of
 from peerstep.rounds import RoundAverager
 from peerstep.state import TrainingStateAverager
+from tests.support.dht_records import make_validators
 
 NUM_PARTS, NUM_JOINS, NUM_DOWNLOADS = 50, 20, 20  # streams to each peer, again and again
 LAP = 3.0  # seconds

@@ -4,6 +4,7 @@ A joining trainer waits for the training state if reports show a run, and one By
 """
 
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -13,8 +14,9 @@ from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.p2p import PeerID
 from hivemind.utils.crypto import RSAPrivateKey
 
+import utils
 from cotrain.common.errors import UserError
-from cotrain.dht.metrics_schema import LocalMetrics
+from cotrain.dht.metrics_schema import StepMetrics
 from cotrain.status.client_mode import ClientModeAlarm
 from cotrain.training import checkpoints
 from cotrain.training import session as session_module
@@ -171,6 +173,7 @@ def test_two_steps_within_one_local_step_are_both_reported(session):
 def test_step_takes_two_records(session):
     """Each is sent to five nodes."""
     session.peer.dht.store = Mock()
+    session.on_report = partial(utils.publish_metrics, session.peer, 60.0)
     session.steps = [StepRecord(10, Outcome.AVERAGED, 64)]
     assert session.after_local_step()
     assert sorted(stored.args[0] for stored in session.peer.dht.store.call_args_list) == [
@@ -240,7 +243,7 @@ def test_trainer_leaves_when_the_monitors_have_saved_the_last_step(
 def test_trainer_waits_until_its_last_step_is_stored(session, error):
     """All peers leave in the evening: the DHT asks some that are gone, and the trainer ended before it was done."""
     session.peer.dht.store = Mock(**{"return_value.result.side_effect": error})
-    session.history.append(LocalMetrics(step=9, samples_per_second=1.0, samples_accumulated=8, loss=3.0, mini_steps=1))
+    session.history.append(StepMetrics(step=9, samples_per_second=1.0, samples_accumulated=8, loss=3.0, mini_steps=1))
     session.leave()
     (stored,) = session.peer.dht.store.call_args_list
     assert stored.args[0] == "run_trainers" and stored.args[1]["history"][-1][0] == 9
