@@ -10,6 +10,7 @@ The results go to the log, to evaluations.jsonl and, with --report_to, to a dash
 validation loss is kept in a folder `best`.
 """
 
+import math
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,44 +49,57 @@ ARGUMENTS = (EvaluatorArguments, BaseTrainingArguments, DatasetArguments, Hyperp
 
 
 def main() -> None:
-    with StopSignal() as stop, ExitStack() as stack:
+    with StopSignal() as stop:
         from cotrain.common.argument_parser import ArgumentParser
 
         line = ArgumentParser(ARGUMENTS, __doc__).parse()
-        # Seconds of imports, which --help and a wrong flag need not wait for.
-        from hivemind.utils import get_logger
-
-        from cotrain.common.run_folder import claim_folder
-        from cotrain.monitoring.evaluation import EvaluationLoop, Evaluator
-        from cotrain.monitoring.reporters import Reporters
-        from cotrain.peer.peer import open_peer
+        # Imports take seconds, which --help and usage errors do not need.
         from cotrain.peer.run_config import find_run_config
-        from cotrain.tasks.task_loading import build_initial_model, load_task
-        from cotrain.training.builders import open_observer
-        from peerstep.swarm import supervise
-        from utils import make_validators
 
-        entry = find_run_config(line, stop)
-        args, peer_args, dataset_args, hyperparameter_args = entry.arguments
-        logger = get_logger(__name__)
-        if not peer_args.initial_peers:
-            raise UserError("--initial_peers is missing: pass the address of a peer of the run")
-        task = load_task(dataset_args, entry.adopted, has_weights=True, disable_tqdm=args.disable_tqdm)
-        evaluator = Evaluator(task, stop.is_set, args)
-        model = build_initial_model(task, peer_args.run_id)
-        output_dir, run_id = Path(args.output_dir), peer_args.run_id
-        validators = make_validators(peer_args.run_id)
-        peer = stack.enter_context(open_peer(peer_args, validators, output_dir, client_mode=True, stop=stop))
+        evaluate(find_run_config(line, stop), stop)
+
+
+def evaluate(entry, stop: StopSignal) -> None:
+    """Evaluate the run until the evaluator is stopped, or the run has ended.
+
+    :param entry: see `find_run_config`
+    """
+    from hivemind.utils import get_logger
+
+    from cotrain.common.run_folder import claim_folder
+    from cotrain.monitoring.evaluation import BEST_FOLDER, BestModel, EvaluationLoop, Evaluator, Schedule
+    from cotrain.monitoring.reporters import Reporters
+    from cotrain.peer.peer import open_peer
+    from cotrain.tasks.task_loading import build_initial_model, load_task
+    from cotrain.training.builders import open_observer
+    from peerstep.swarm import supervise
+    from utils import make_validators
+
+    args, peer_args, dataset_args, hyperparameters = entry.arguments
+    logger, run_id, output_dir = get_logger(__name__), peer_args.run_id, Path(args.output_dir)
+    if not peer_args.initial_peers:
+        raise UserError("--initial_peers is missing: pass the address of a peer of the run")
+    task = load_task(dataset_args, entry.adopted, has_weights=True, disable_tqdm=args.disable_tqdm)
+    options = args.max_eval_samples, args.per_device_eval_batch_size, args.use_cpu, args.disable_tqdm
+    evaluator = Evaluator(task, stop.is_set, *options)
+    model = build_initial_model(task, run_id)
+    with ExitStack() as stack:
+        # The peer
+        peer = stack.enter_context(open_peer(peer_args, make_validators(run_id), output_dir, True, stop))
         claim_folder(output_dir, run_id)
         logger.info(f"This evaluator is {peer.dht.peer_id}")
         # One evaluation may take hours.
         watchdog = stack.enter_context(supervise({"DHT": peer.dht}, 12.0, 0, longest_wait=86_400.0))
-        observer = open_observer(model, peer, run_id, hyperparameter_args, args.load_state_timeout)
+
+        # Downloads of the state, and reports
+        observer = open_observer(model, peer, run_id, hyperparameters, args.load_state_timeout)
         reporter = Reporters(output_dir, run_id, args.report_to, wandb_project=args.wandb_project)
         stack.callback(reporter.close)
-        averager = stack.enter_context(observer)
-        last_step = hyperparameter_args.last_step
-        loop = EvaluationLoop(peer, run_id, averager, model, evaluator, reporter, args, last_step=last_step)
+        averager, best = stack.enter_context(observer), BestModel(output_dir / BEST_FOLDER, args.patience)
+        last_step = min(args.max_global_steps or math.inf, hyperparameters.last_step or math.inf)
+        schedule = Schedule(args.evaluation_interval, args.evaluation_steps, last_step)
+        loop = EvaluationLoop(peer, averager, model, evaluator, reporter, best, schedule, args.refresh_period)
+
         if evaluator.device.type != "cpu":
             evaluator.try_batch(model)
         if dataset_args.from_pretrained:

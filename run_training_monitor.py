@@ -11,7 +11,7 @@ It prints the --initial_peers with which trainers join, and tells them the setti
 import logging
 import os
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,8 @@ from pathlib import Path
 from arguments import BaseTrainingArguments, ModelArguments, ProgressTrackerArguments, ReportingArguments
 from cotrain.common.errors import run_script
 from cotrain.common.flags import ArgumentsError, flag, parse_repo_id
-from cotrain.common.json_file import write_json
 from cotrain.common.signals import StopSignal
+from cotrain.options import Adopted
 from cotrain.settings import Hyperparameters, StepSettings, check_compression
 
 logger = logging.getLogger(__name__)
@@ -104,120 +104,145 @@ NEED_TOKENIZER = {"store_checkpoints", "tokenizer_path", "sample_text", "repo_id
 
 
 def main() -> None:
-    with StopSignal(grace=32.0) as stop, ExitStack() as stack:  # the last report takes 20 seconds of these at most
+    with StopSignal(grace=32.0) as stop:  # the last report takes 20 seconds of these at most
         from cotrain.common.argument_parser import ArgumentParser
 
         line = ArgumentParser(ARGUMENTS, __doc__).parse()
-        # These imports take seconds, which --help and usage errors do not need.
-        from cotrain.common.run_folder import claim_folder
-        from cotrain.monitoring.advice import Adviser
-        from cotrain.monitoring.aggregation import MetricsAggregator
-        from cotrain.monitoring.contributors import Contributors
-        from cotrain.monitoring.hub_upload import HubUploader, check_repo, require_token
-        from cotrain.monitoring.model_card import CardMetadata
-        from cotrain.monitoring.monitor import CheckpointKeeper, TrainingMonitor
-        from cotrain.monitoring.reporters import Reporters
-        from cotrain.monitoring.samples import open_completer, report_samples
-        from cotrain.peer import addresses
-        from cotrain.peer.peer import open_peer
-        from cotrain.peer.run_config import RunConfig, RunConfigRelay, find_run_config
-        from cotrain.peer.tunnel import open_tunnel
-        from cotrain.tasks.task_loading import build_initial_model, load_task
-        from cotrain.training.builders import open_observer
-        from peerstep.swarm import supervise
-        from utils import make_validators
+        # Imports take seconds, which --help and usage errors do not need.
+        from cotrain.peer.run_config import find_run_config
 
         entry = find_run_config(line, stop, is_monitor=True)
-        args, run_args, peer_args = entry.arguments
+        args, run_args, _ = entry.arguments
         if run_args.lacks_tokenizer and line.stated.isdisjoint(NEED_TOKENIZER):
             args.store_checkpoints = False
             logger.warning(
                 f"Keeping no checkpoints: there is no tokenizer in '{run_args.tokenizer_path}'. To keep them, pass "
                 "--dataset_url, or copy that folder from the machine that ran tokenize_wikitext103.py"
             )
-        output_dir, run_id = Path(args.output_dir), peer_args.run_id
-        stated = {**line.values, **({} if run_args.task is None else {"task_sha256": run_args.task_sha256})}
+        watch_run(entry, line.values, stop)
+
+
+def watch_run(entry, stated: dict[str, object], stop: StopSignal) -> None:
+    """Run a monitor until it is stopped, or the run has ended.
+
+    :param entry: see `find_run_config`
+    :param stated: the flags of the command line, which are the settings of a new run
+    """
+    from cotrain.common.run_folder import claim_folder
+    from cotrain.monitoring.contributors import Contributors
+    from cotrain.monitoring.hub_upload import require_token
+    from cotrain.monitoring.reporters import Reporters
+    from cotrain.peer.addresses import announce_public_ip, log_visible_maddrs
+    from cotrain.peer.peer import open_peer
+    from cotrain.peer.run_config import RunConfigRelay
+    from cotrain.peer.tunnel import open_tunnel
+    from peerstep.swarm import supervise
+    from utils import make_validators
+
+    args, run_args, peer_args = entry.arguments
+    run_id, output_dir = peer_args.run_id, Path(args.output_dir)
+    with ExitStack() as stack:
         stack.enter_context(open_tunnel(peer_args))
-        if args.store_checkpoints:
-            # The weights of a base that adapters are trained for are needed for samples only.
-            task = load_task(
-                run_args, entry.adopted, has_weights=run_args.lora_rank is not None and bool(args.sample_text)
-            )
-            model = build_initial_model(task, run_id)
-            if run_args.lora_rank is not None:
-                stated["model_revision"] = run_args.model_revision
-        if args.sample_text:
-            completer = open_completer(task, model, args.sample_text)
-        if args.repo_id is not None:
-            card_metadata = CardMetadata(args.repo_id, run_id, task, args.license, args.language)
-            check_repo(card_metadata, args.private_repo)
+        task, model = load_model(args, run_args, entry.adopted, run_id) if args.store_checkpoints else (None, None)
         if args.space_id is not None:
             require_token("--space_id")
         if args.use_google_dns:
-            addresses.announce_public_ip(peer_args, args.public_ip_service)
+            announce_public_ip(peer_args, args.public_ip_service)
 
         # The peer that the others join through
-        peer = stack.enter_context(
-            open_peer(peer_args, make_validators(peer_args.run_id), output_dir, False, stop, entry.is_alone)
-        )
+        validators = make_validators(run_id)
+        peer = stack.enter_context(open_peer(peer_args, validators, output_dir, False, stop, entry.is_alone))
         claim_folder(output_dir, run_id)
         longest_wait = 600.0 + 10 * args.refresh_period
         watchdog = stack.enter_context(supervise({"DHT": peer.dht}, 12.0, 0, longest_wait))
-        visible_maddrs = peer.dht.get_visible_maddrs()
-
-        # Checkpoints: downloaded from trainers, and offered to them
-        keeper = uploader = None
-        if args.store_checkpoints:
-            observer = open_observer(model, peer, run_id, run_args, args.load_state_timeout, output_dir)
-            keeper = CheckpointKeeper(stack.enter_context(observer), task, model, run_id, args)
-            stack.callback(keeper.close)
-            keeper.restore()
-
-        own = RunConfig.sign({"run_id": run_id, **stated}, peer.private_key) if entry.is_organiser else None
-        relay = RunConfigRelay(peer, own or entry.config, longest_wait)
-        relay.publish()  # before anybody knows the address
-        addresses.log_visible_maddrs(visible_maddrs, only_p2p=peer_args.use_ipfs)
-        # For programs, such as run_local_demo.py; people read the log.
-        write_json(
-            output_dir / "peer.json", {"initial_peers": addresses.choose_maddrs(visible_maddrs, peer_args.use_ipfs)}
-        )
 
         # Reporting
         contributors = Contributors(output_dir, run_id)
-        if args.repo_id is not None:
-            initial_peers = addresses.choose_maddrs(visible_maddrs, peer_args.use_ipfs, least=3)
-            uploader = HubUploader(card_metadata, contributors, initial_peers, args)
-            stack.callback(uploader.close)
-        reporter = Reporters(
-            output_dir, run_id, args.report_to, wandb_project=args.wandb_project, space_id=args.space_id
-        )
-        stack.callback(reporter.close)
-        if args.sample_text:
-            keeper.on_saved = partial(report_samples, completer, args.sample_text, reporter)
-        aggregator = MetricsAggregator(
-            reporter.last_step(),
-            alive_timeout=min(60.0, run_args.metadata_expiration),
-            settle_time=max(10.0, args.refresh_period),
-            target_batch_size=run_args.target_batch_size,
-            believes_weights=not peer.dht.is_open,
-        )
-        adviser = Adviser(run_args)
-        training_monitor = TrainingMonitor(
-            peer, run_id, aggregator, reporter, contributors, keeper, uploader, args, adviser, run_args.last_step
-        )
+        options = {"wandb_project": args.wandb_project, "space_id": args.space_id}
+        reporter = stack.enter_context(closing(Reporters(output_dir, run_id, args.report_to, **options)))
+        uploader = None if task is None else open_uploader(stack, peer, task, contributors, args, peer_args)
+
+        # Checkpoints: downloaded from trainers, and offered to them
+        keeper = None if task is None else open_keeper(stack, peer, task, model, reporter, args, run_args)
+
+        # The settings of the run, before anybody knows the address
+        relay = RunConfigRelay.of_monitor(peer, entry, stated, longest_wait)
+        relay.publish(peer_args.page)
+        visible_maddrs = peer.dht.get_visible_maddrs()
+        log_visible_maddrs(visible_maddrs, peer_args.use_ipfs, file=output_dir / "peer.json")
+
+        monitor = build_monitor(peer, reporter, contributors, keeper, uploader, args, run_args)
         end_time = peer_args.end_time + 120.0  # trainers wait for the last checkpoint for 90 s
-        while not (stop.is_set() or time.time() >= end_time or training_monitor.has_ended()):
+        while not (stop.is_set() or time.time() >= end_time or monitor.has_ended()):
             page = peer_args.page or reporter.page  # wandb's is known after its start
-            if entry.is_organiser and relay.config.settings.get("page") != page:
-                relay.config = RunConfig.sign({**relay.config.settings, "page": page}, peer.private_key)
-            relay.publish()
-            training_monitor.refresh(page)
+            relay.publish(page)
+            monitor.refresh(page)
             peer.dht.check_invitation()
             watchdog.record_work()
             stop.event.wait(args.refresh_period)
-        training_monitor.finish()
+        monitor.finish()
     if uploader is not None and uploader.is_running:
         os._exit(0)  # Python would wait for the threads of huggingface_hub
+
+
+def load_model(args: TrainingMonitorArguments, run_args: RunArguments, adopted: Adopted, run_id: str) -> tuple:
+    """Return the task of the run and its model."""
+    from cotrain.tasks.task_loading import build_initial_model, load_task
+
+    # The weights of a base that adapters are trained for are needed for samples only.
+    has_weights = run_args.lora_rank is not None and bool(args.sample_text)
+    task = load_task(run_args, adopted, has_weights=has_weights)
+    return task, build_initial_model(task, run_id)
+
+
+def open_uploader(stack: ExitStack, peer, task, contributors, args: TrainingMonitorArguments, peer_args):
+    """Return the uploader to --repo_id, after a check of the account, if there is one; the stack closes it."""
+    from cotrain.monitoring.hub_upload import HubUploader, check_repo
+    from cotrain.monitoring.model_card import CardMetadata
+    from cotrain.peer.addresses import choose_maddrs
+
+    if args.repo_id is None:
+        return None
+    metadata = CardMetadata(args.repo_id, peer.run_id, task, args.license, args.language)
+    check_repo(metadata, args.private_repo)
+    initial_peers = choose_maddrs(peer.dht.get_visible_maddrs(), peer_args.use_ipfs, least=3)
+    options = Path(args.output_dir), args.upload_interval, args.private_repo, args.upload_training_state
+    return stack.enter_context(closing(HubUploader(metadata, contributors, initial_peers, *options)))
+
+
+def open_keeper(stack: ExitStack, peer, task, model, reporter, args: TrainingMonitorArguments, run_args: RunArguments):
+    """Return the keeper of the checkpoints, which offers the newest one; the stack closes it."""
+    from cotrain.monitoring.monitor import CheckpointKeeper
+    from cotrain.monitoring.samples import open_completer, report_samples
+    from cotrain.training.builders import open_observer
+
+    folder, on_saved = Path(args.output_dir), bool
+    if args.sample_text:
+        on_saved = partial(report_samples, open_completer(task, model, args.sample_text), args.sample_text, reporter)
+    observer = open_observer(model, peer, peer.run_id, run_args, args.load_state_timeout, folder)
+    averager, keep = stack.enter_context(observer), (args.save_total_limit, args.hourly_checkpoints)
+    options = folder, args.save_checkpoint_step_interval, keep, args.refresh_period, on_saved
+    keeper = stack.enter_context(closing(CheckpointKeeper(averager, task, model, peer.run_id, *options)))
+    keeper.restore()
+    return keeper
+
+
+def build_monitor(peer, reporter, contributors, keeper, uploader, args: TrainingMonitorArguments, run_args):
+    """Return the monitor, which reports each step that the trainers complete."""
+    from cotrain.monitoring.advice import Adviser
+    from cotrain.monitoring.aggregation import MetricsAggregator
+    from cotrain.monitoring.monitor import TrainingMonitor
+
+    aggregator = MetricsAggregator(
+        reporter.last_step(),
+        alive_timeout=min(60.0, run_args.metadata_expiration),
+        settle_time=max(10.0, args.refresh_period),
+        target_batch_size=run_args.target_batch_size,
+        believes_weights=not peer.dht.is_open,
+    )
+    parts, adviser = (reporter, contributors, keeper, uploader), Adviser(run_args, run_args)
+    periods = args.refresh_period, args.save_checkpoint_step_interval
+    return TrainingMonitor(peer, aggregator, *parts, adviser, *periods, run_args.last_step)
 
 
 if __name__ == "__main__":

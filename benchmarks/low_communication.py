@@ -33,7 +33,6 @@ from cotrain.options import NOTHING
 from cotrain.settings import Hyperparameters
 from cotrain.tasks.task_loading import load_task
 from peerstep.patches import apply_patches
-from run_evaluator import EvaluatorArguments
 from tests.support.models import build_model
 from tests.support.peers import prepare_data, read_jsonl
 
@@ -119,10 +118,8 @@ class TextTask:
         self.task = load_task(arguments, NOTHING)
         self.config = self.task.config
         self._samples = list(self.task.load_samples("train"))
-        args = EvaluatorArguments(
-            per_device_eval_batch_size=50, max_eval_samples=VALIDATION_SAMPLES, use_cpu=True, disable_tqdm=True
-        )
-        self._evaluator = Evaluator(self.task, lambda: False, args)
+        options = {"max_samples": VALIDATION_SAMPLES, "batch_size": 50, "use_cpu": True, "disable_tqdm": True}
+        self._evaluator = Evaluator(self.task, **options)
         self.num_samples = len(self._samples)
         num_parameters = sum(parameter.numel() for parameter in build_model(self.config, "0").parameters())
         self.description = (

@@ -29,7 +29,6 @@ from cotrain.options import NOTHING
 from cotrain.tasks.task_loading import build_initial_model, load_samples, load_task
 from cotrain.training.builders import build_local_optimizer, build_param_groups, build_scheduler
 from cotrain.training.hf_trainer import build_training_arguments, choose_devices
-from run_evaluator import EvaluatorArguments
 from tests.support.altered import Recorder
 
 
@@ -72,8 +71,7 @@ def main() -> None:
     evaluation_steps = int(os.environ.get("EVALUATION_STEPS", 0)) or None
     if evaluation_steps:
         args.save_steps, args.logging_steps = evaluation_steps, 1
-    evaluator_args = EvaluatorArguments(use_cpu=training_args.use_cpu, disable_tqdm=True)
-    evaluator = Evaluator(task, lambda: False, evaluator_args)
+    evaluator = Evaluator(task, use_cpu=training_args.use_cpu, disable_tqdm=True)
     recorder = StepRecorder(Recorder(Path(os.environ["RECORD"])), evaluator, evaluation_steps)
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     Trainer(

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Mapping
 
+from cotrain.settings import Hyperparameters, StepSettings
 from cotrain.status.status import format_duration
 from peerstep.progress_record import MAX_ROUNDS
 
@@ -35,14 +36,14 @@ def parse_shares(records: Collection[Mapping]) -> dict[str, float]:
     return shares
 
 
-def find_flags(args) -> str:
+def find_flags(steps: StepSettings, local_updates: bool) -> str:
     """Return the flags that make the rounds of a run with these settings shorter, or rarer."""
     sparse = f"--gradient_compression topk --average_state_every {MIN_INTERVAL}"
-    if not args.local_updates:
+    if not local_updates:
         local = f"--local_updates {sparse} and a larger --target_batch_size"
-        is_compressed = args.gradient_compression.startswith("blockwise")
+        is_compressed = steps.gradient_compression.startswith("blockwise")
         return local if is_compressed else f"--gradient_compression blockwise8, or {local}"
-    if args.gradient_compression != "topk" or args.average_state_every < MIN_INTERVAL:
+    if steps.gradient_compression != "topk" or steps.average_state_every < MIN_INTERVAL:
         return sparse
     return "a larger --target_batch_size"
 
@@ -50,9 +51,9 @@ def find_flags(args) -> str:
 class Adviser:
     """Returns one line if the rounds of a run with these settings take up the time."""
 
-    def __init__(self, args):
-        self._flags, self._advised_at = find_flags(args), -math.inf
-        self._total_steps = args.total_steps
+    def __init__(self, steps: StepSettings, hyperparameters: Hyperparameters):
+        self._flags, self._advised_at = find_flags(steps, hyperparameters.local_updates), -math.inf
+        self._total_steps = hyperparameters.total_steps
         self._times: deque[tuple[int, float]] = deque(maxlen=PACE_STEPS)  # of the newest steps, and when they ended
 
     def advise(self, averaging: float | None) -> str | None:

@@ -43,12 +43,20 @@ MAX_DOWNLOAD_PAUSE = 60.0  # seconds between two attempts to download a state
 class Evaluator:
     """Evaluates models of a task on its first validation samples, until `should_stop`."""
 
-    def __init__(self, task: Task, should_stop: Callable[[], bool], args):
-        self.task, self.should_stop, self.args = task, should_stop, args
+    def __init__(
+        self,
+        task: Task,
+        should_stop: Callable[[], bool] = bool,
+        max_samples: int | None = None,
+        batch_size: int | None = None,
+        use_cpu: bool = False,
+        disable_tqdm: bool = False,
+    ):
+        self.task, self.should_stop, self.disable_tqdm = task, should_stop, disable_tqdm
         self.samples = load_samples(task, "validation")
-        self.num_samples = min(len(self.samples), args.max_eval_samples or len(self.samples))
-        self.device = find_device(args.use_cpu)
-        self.batch_size = args.per_device_eval_batch_size or task.eval_batch_size()
+        self.num_samples = min(len(self.samples), max_samples or len(self.samples))
+        self.device = find_device(use_cpu)
+        self.batch_size = batch_size or task.eval_batch_size()
 
     def try_batch(self, model: torch.nn.Module) -> None:
         """Evaluate one batch of a model, so that a lack of memory shows at the start; UserError if it does."""
@@ -69,10 +77,9 @@ class Evaluator:
         model = copy.deepcopy(model, frozen).to(self.device).eval()  # a frozen base is not copied
         batch_size, sums, counts = self.batch_size, defaultdict(float), Counter()
         starts = range(0, self.num_samples, batch_size)
-        hide_bar = self.args.disable_tqdm or None
         with torch.inference_mode(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # a task may be random; the numbers are the same each time
-            for start in tqdm(starts, desc=f"Evaluating step #{step}", leave=False, disable=hide_bar):
+            for start in tqdm(starts, desc=f"Evaluating step #{step}", leave=False, disable=self.disable_tqdm or None):
                 if self.should_stop():
                     return None
                 batch = [self.samples[index] for index in range(start, min(start + batch_size, self.num_samples))]
@@ -86,29 +93,36 @@ class Evaluator:
         return {name: max(-MAX_NUMBER, min(MAX_NUMBER, float(value))) for name, value in metrics.items()}
 
 
+@dataclass(frozen=True)
+class Schedule:
+    """When to evaluate: every `interval` seconds, or every `steps` global steps, until `last_step`."""
+
+    interval: float = 300.0
+    steps: int | None = None
+    last_step: float = math.inf
+
+
 @dataclass
 class EvaluationLoop:
     """Periodically downloads the training state from trainers, evaluates it, and reports the result."""
 
     peer: Swarm
-    run_id: str
     averager: TrainingStateAverager  # of an observer, around `model`; it offers no state and joins no group
     model: torch.nn.Module
     evaluator: Evaluator
     reporter: Reporters
-    args: Any  # EvaluatorArguments of run_evaluator.py
+    best: "BestModel"
+    schedule: Schedule
+    refresh_period: float  # seconds between two calls of `refresh`
     evaluated_step: int = 0
-    last_step: int | None = None  # of the schedule, if the run ends there
 
     def __post_init__(self):
         self._next_time = float("-inf")
         self._donor = ""  # the peer ID of the newest donor
         self.averager.must_agree = True
-        self._last_step = min(self.args.max_global_steps or math.inf, self.last_step or math.inf)
-        self._backoff = Backoff(first=self.args.refresh_period, longest=MAX_DOWNLOAD_PAUSE)
+        self._backoff = Backoff(first=self.refresh_period, longest=MAX_DOWNLOAD_PAUSE)
         self._heard_at = time.monotonic()  # when a trainer was heard last
         self._base: dict[str, float] | None = None  # metrics by the names of their curves
-        self._best = BestModel(Path(self.args.output_dir, BEST_FOLDER), self.args.patience)
 
     def evaluate_base(self) -> None:
         """Evaluate the initial weights, unless an earlier evaluator of this folder did."""
@@ -130,7 +144,7 @@ class EvaluationLoop:
         One false claim does not change it: those far behind the evaluated step, such as 0, do not count. If all are
         behind it, the run has gone back.
         """
-        records = dht_records.get_records(self.peer.dht, f"{self.run_id}_training_progress")
+        records = dht_records.get_records(self.peer.dht, f"{self.peer.run_id}_training_progress")
         proven = [peer for peer in records if str(peer) == self._donor]
         trainers, now = list(read_progress(records, proven).values()), run_time()
         heard = [progress for progress in trainers if now - progress.reported_at <= FRESH_SECONDS] or trainers
@@ -146,20 +160,20 @@ class EvaluationLoop:
 
     def _find_saved_steps(self) -> list[int]:
         """Return the later steps that monitors offer, if no trainer has been heard for some time."""
-        if time.monotonic() < self._heard_at + 3 * self.args.refresh_period:
+        if time.monotonic() < self._heard_at + 3 * self.refresh_period:
             return []
-        statuses = dht_records.get_records(self.peer.dht, f"{self.run_id}_monitor").values()
+        statuses = dht_records.get_records(self.peer.dht, f"{self.peer.run_id}_monitor").values()
         steps = (status.value["checkpoint_step"] for status in statuses)
         return [step for step in steps if step > self.evaluated_step]
 
     @property
     def is_done(self) -> bool:
-        return self.evaluated_step >= self._last_step
+        return self.evaluated_step >= self.schedule.last_step
 
     def _is_due(self, step: int) -> bool:
-        new_steps, is_last = step - self.evaluated_step, step >= self._last_step
-        if self.args.evaluation_steps is not None:
-            return new_steps >= self.args.evaluation_steps or (is_last and new_steps > 0)
+        new_steps, is_last = step - self.evaluated_step, step >= self.schedule.last_step
+        if self.schedule.steps is not None:
+            return new_steps >= self.schedule.steps or (is_last and new_steps > 0)
         return new_steps > 0 and (is_last or time.monotonic() >= self._next_time)
 
     def _evaluate(self) -> None:
@@ -178,10 +192,10 @@ class EvaluationLoop:
         if metrics is None:
             return
         self.evaluated_step = step
-        self._next_time = started + self.args.evaluation_interval
+        self._next_time = started + self.schedule.interval
         remark = f"\t({time.monotonic() - started:.1f} s, from {donor})"
         self.reporter.report_evaluation(step, metrics, remark, self._base)
-        self._best.update(step, metrics.get("loss"), self.evaluator.task, self.model)
+        self.best.update(step, metrics.get("loss"), self.evaluator.task, self.model)
 
 
 def _parse_evaluation(content: Any) -> tuple[int, float]:

@@ -98,12 +98,24 @@ def describe_refusal(error: Exception, repo_id: str) -> UserError:
 class HubUploader:
     """Keeps a repository on the Hub up to date with the newest checkpoint. A failure is one log line and never raises.
 
-    :param args: TrainingMonitorArguments of run_training_monitor.py
+    :param folder: of the checkpoints
+    :param interval: seconds between two uploads
+    :param private: whether a repository that has to be created is private
+    :param has_state: whether the training state is uploaded, too
     """
 
-    def __init__(self, metadata: CardMetadata, contributors: Contributors, initial_peers: Sequence[str], args):
+    def __init__(
+        self,
+        metadata: CardMetadata,
+        contributors: Contributors,
+        initial_peers: Sequence[str],
+        folder: Path,
+        interval: float,
+        private: bool = False,
+        has_state: bool = False,
+    ):
         self.metadata, self.contributors, self.initial_peers = metadata, contributors, initial_peers
-        self.folder, self.args = Path(args.output_dir), args
+        self.folder, self.interval, self.private, self.has_state = folder, interval, private, has_state
         self.uploaded: str | None = None  # the checkpoint's name
         self._thread: threading.Thread | None = None
         self._due_at = float("-inf")
@@ -135,7 +147,7 @@ class HubUploader:
 
     def _upload(self, checkpoint: Path, page: str | None) -> None:
         started, repo_id = time.monotonic(), self.metadata.repo_id
-        state_files = () if self.args.upload_training_state else _STATE_FILES
+        state_files = () if self.has_state else _STATE_FILES
         # A checkpoint that was downloaded from the Hub has a card and a hidden folder.
         left_out = shutil.ignore_patterns(".*", "README.md", *state_files)
         try:
@@ -150,11 +162,11 @@ class HubUploader:
                     config = json.loads(adapters.read_text(encoding="utf-8"))
                     if Path(base := config["base_model_name_or_path"]).is_absolute():  # a folder of this machine
                         write_json(adapters, {**config, "base_model_name_or_path": Path(base).name})
-                api = _open_repo(repo_id, self.args.private_repo)
+                api = _open_repo(repo_id, self.private)
                 message = f"Step {step} of {' '.join(self.metadata.run_id.split())}"
                 commit = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message)
                 api.create_tag(repo_id, tag=f"step-{step}", revision=commit.oid, exist_ok=True)
-            self.uploaded, self._due_at = checkpoint.name, started + self.args.upload_interval
+            self.uploaded, self._due_at = checkpoint.name, started + self.interval
             self._backoff.reset()
             logger.info(f"Uploaded {checkpoint.name} to {repo_id}")
         except Exception as error:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Hashable, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from hivemind.utils import get_logger
@@ -46,21 +45,33 @@ class CheckpointKeeper:
 
     Trainers download the state of the highest step offered: so a run survives a night without trainers.
 
-    :param args: TrainingMonitorArguments of run_training_monitor.py
+    :param interval: steps between two checkpoints
+    :param keep: numbers of checkpoints to keep: of the newest, and of the first ones of an hour
+    :param pause: seconds after a failed attempt, before the next
+    :param on_saved: called in the thread with the step of each saved checkpoint, while the model has its parameters
     """
 
-    def __init__(self, averager: TrainingStateAverager, task: Task, model: torch.nn.Module, run_id: str, args):
-        self.averager, self.task, self.model, self.run_id, self.args = averager, task, model, run_id, args
-        self.folder = Path(args.output_dir)
+    def __init__(
+        self,
+        averager: TrainingStateAverager,
+        task: Task,
+        model: torch.nn.Module,
+        run_id: str,
+        folder: Path,
+        interval: int,
+        keep: tuple[int, int],
+        pause: float,
+        on_saved: Callable[[int], object] = bool,
+    ):
+        self.averager, self.task, self.model, self.run_id = averager, task, model, run_id
+        self.folder, self.interval, self.keep, self.on_saved = folder, interval, keep, on_saved
         self.saved_step = self._reported_step = -1
         self._has_gone_back = False  # the run went back to a step before the saved one, which is not saved yet
         averager.credible_step = lambda: self._reported_step if self._reported_step >= 0 else None
         averager.must_agree = True  # what it saves is offered to all, and uploaded
         # A fabricated step has no state, and each attempt costs the trainers bandwidth.
-        self._backoff = Backoff(first=args.refresh_period, longest=MAX_SAVE_PAUSE)
+        self._backoff = Backoff(first=pause, longest=MAX_SAVE_PAUSE)
         self._trainers: Set[Hashable] = frozenset()
-        # Called in the thread with the step of each saved checkpoint, while the model has its parameters
-        self.on_saved: Callable[[int], None] | None = None
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="CheckpointKeeper")
         self._pending: Future | None = None
 
@@ -87,7 +98,7 @@ class CheckpointKeeper:
         self._trainers = trainers
         self._has_gone_back |= step < min(self._reported_step, self.saved_step)
         self._reported_step = step
-        interval = 1 if trainers_are_leaving else self.args.save_checkpoint_step_interval
+        interval = 1 if trainers_are_leaving else self.interval
         next_step = 1 if self._has_gone_back else max(self.saved_step, 0) + interval
         if step >= next_step and not self.is_running and trainers and self._backoff.is_over:
             # The minimum is not `step`: reported steps are untrusted, and a revived run is behind the reported step.
@@ -113,10 +124,9 @@ class CheckpointKeeper:
             self._offer(state.step)
             self._has_gone_back = False
             logger.info(f"Saved {path}")
-            checkpoints.rotate_checkpoints(path, self.args.save_total_limit, self.args.hourly_checkpoints)
+            checkpoints.rotate_checkpoints(path, *self.keep)
             self._backoff.reset()
-            if self.on_saved is not None:
-                self.on_saved(state.step)
+            self.on_saved(state.step)
         except Exception as error:
             self._backoff.fail()
             logger.warning(f"Could not save step #{min_step} or later. {error}; trying again later")
@@ -143,14 +153,14 @@ class TrainingMonitor:
     """Monitors a run: one report for each global step."""
 
     peer: Swarm
-    run_id: str
     aggregator: MetricsAggregator
     reporter: Reporters
     contributors: Contributors
     keeper: CheckpointKeeper | None  # None: keep no checkpoints
     uploader: HubUploader | None  # None: upload none
-    args: Any  # TrainingMonitorArguments of run_training_monitor.py
     adviser: Adviser
+    refresh_period: float  # seconds between two calls of `refresh`
+    leaders_interval: int  # steps between two lists of the contributors
     last_step: int | None = None  # the last one of the schedule, if the run ends there
 
     def __post_init__(self):
@@ -166,7 +176,7 @@ class TrainingMonitor:
         :param downloads: whether checkpoints and uploads may begin
         """
         records, progress = (
-            dht_records.get_records(self.peer.dht, f"{self.run_id}_{name}")
+            dht_records.get_records(self.peer.dht, f"{self.peer.run_id}_{name}")
             for name in ("trainers", "training_progress")
         )
         published = {peer: record.value for peer, record in records.items()}
@@ -190,9 +200,9 @@ class TrainingMonitor:
         if self.uploader is not None and downloads:
             self.uploader.update(page, run_is_over=bool(leaving) and all(leaving))
         status = MonitorStatus(stores_checkpoints=self.keeper is not None, checkpoint_step=checkpoint_step)
-        lifetime = 4 * self.args.refresh_period + 60
+        lifetime = 4 * self.refresh_period + 60
         dht_records.store_record(
-            self.peer.dht, f"{self.run_id}_monitor", self.peer.public_key, status.dict(), lifetime
+            self.peer.dht, f"{self.peer.run_id}_monitor", self.peer.public_key, status.dict(), lifetime
         )
 
     def has_ended(self) -> bool:
@@ -204,7 +214,7 @@ class TrainingMonitor:
         if self.last_step is None or max(saved, self.aggregator.last_reported_step) < self.last_step:
             return False
         now = time.monotonic()
-        patience = END_PERIODS * self.args.refresh_period
+        patience = END_PERIODS * self.refresh_period
         if self._quiet_since is None:
             self._quiet_since = now
             wait = f"The monitor ends {format_duration(patience)} after the last trainer has left"
@@ -256,7 +266,7 @@ class TrainingMonitor:
             )
             self.contributors.add(report)
             self.reporter.report(report, rounds)
-            self._show_leaderboard(report.step, self.args.save_checkpoint_step_interval)
+            self._show_leaderboard(report.step, self.leaders_interval)
         for late in self.aggregator.late:
             name = self.contributors.find_name(late.peer)
             logger.info(f"Step #{late.step}: {late.samples} more samples of {name}, reported late")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from ipaddress import ip_address
+from pathlib import Path
 
 import requests
 from accelerate.utils.other import get_free_port
@@ -12,6 +13,7 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from cotrain.common.errors import TemporaryError, first_line
 from cotrain.common.flags import check_maddr
+from cotrain.common.json_file import write_json
 from cotrain.options import PeerOptions
 
 logger = get_logger(__name__)
@@ -71,8 +73,13 @@ def peer_id_in(initial_peer: str) -> PeerID:
     return PeerID.from_base58(protocols.get("p2p") or protocols["ipfs"])
 
 
-def log_visible_maddrs(visible_maddrs: Sequence[Multiaddr], only_p2p: bool) -> None:
-    """Log how other peers join through this peer."""
+def log_visible_maddrs(visible_maddrs: Sequence[Multiaddr], only_p2p: bool, file: Path | None = None) -> None:
+    """Log how other peers join through this peer.
+
+    :param file: also written for programs, such as run_local_demo.py
+    """
+    if file is not None:
+        write_json(file, {"initial_peers": choose_maddrs(visible_maddrs, only_p2p)})
     scopes = [_address_scope(maddr) for maddr in visible_maddrs]
     scope = 3 if only_p2p else max(scopes, default=0)
     where = {3: "over the Internet", 2: "in this network"}.get(scope, "on this machine")

@@ -30,7 +30,7 @@ from cotrain.common.logs import setup_logging
 from cotrain.common.signals import StopSignal, ignore_launcher
 from cotrain.dht.run_records import record_schemas
 from cotrain.models.config import is_inline, is_published_name, to_published_model
-from cotrain.options import NOTHING, Adopted, PeerOptions, TrainerOptions
+from cotrain.options import NOTHING, Adopted, ModelOptions, PeerOptions, TrainerOptions
 from cotrain.peer.addresses import peer_id_in
 from cotrain.peer.peer import find_own_id, start_peer
 from cotrain.settings import SETTINGS as SETTINGS_CLASSES
@@ -328,6 +328,7 @@ class RunConfigRelay:
     peer: Swarm
     config: RunConfig | None
     lifetime: float  # seconds until the record expires
+    is_organiser: bool = False  # whether this peer signs the settings, and may change them
     _stored: tuple[RunConfig | None, float] = (None, 0.0)  # what was published last, and when it is due again
 
     @classmethod
@@ -344,8 +345,26 @@ class RunConfigRelay:
         relay.config = RunConfig.load(_find_kept_file(args))
         return relay
 
-    def publish(self) -> None:
-        """Publish the settings, if there are any, once in a third of their lifetime and whenever they have changed."""
+    @classmethod
+    def of_monitor(cls, peer: Swarm, entry: Entry, stated: Mapping[str, object], lifetime: float) -> "RunConfigRelay":
+        """Return the relay of a monitor, which as the organiser signs the flags that its command line states.
+
+        :raises UserError: if they cannot be published
+        """
+        if not entry.is_organiser:
+            return cls(peer, entry.config, lifetime)
+        (model,) = [args for args in entry.arguments if isinstance(args, ModelOptions)]
+        found = {TASK: model.task_sha256, "model_revision": model.model_revision}  # the revision that was loaded
+        own = {"run_id": peer.run_id, **stated, **{name: x for name, x in found.items() if x is not None}}
+        return cls(peer, RunConfig.sign(own, peer.private_key), lifetime, is_organiser=True)
+
+    def publish(self, page: str | None = None) -> None:
+        """Publish the settings, if there are any, once in a third of their lifetime and whenever they have changed.
+
+        :param page: setting of the run that the organiser may learn after its start
+        """
+        if self.is_organiser and self.config.settings.get("page") != page:
+            self.config = RunConfig.sign({**self.config.settings, "page": page}, self.peer.private_key)
         stored, due_at = self._stored
         if self.config is not None and (self.config is not stored or time.monotonic() >= due_at):
             self._stored = self.config, time.monotonic() + self.lifetime / 3

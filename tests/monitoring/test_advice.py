@@ -41,8 +41,8 @@ def test_claim_of_many_samples_has_the_weight_of_an_average_trainer(lie):
     assert abs(shares(*HONEST, lie)["applied share"] - 0.9) <= 1 / 20
 
 
-def make_settings(**flags) -> RunArguments:
-    return RunArguments(model_name_or_path="albert-large-v2", **flags)
+def make_adviser(**flags) -> Adviser:
+    return Adviser(args := RunArguments(**flags), args)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def make_settings(**flags) -> RunArguments:
     ],
 )
 def test_advice_depends_on_the_settings(settings, advice):
-    adviser = Adviser(make_settings(**settings))
+    adviser = make_adviser(**settings)
     assert adviser.advise(None) is None and adviser.advise(0.8) is None
     assert advice in adviser.advise(1.0) and adviser.advise(1.0) is None
     adviser._advised_at -= ADVICE_SECONDS
@@ -67,7 +67,7 @@ def test_advice_depends_on_the_settings(settings, advice):
 
 
 def test_end_is_estimated_from_the_times_of_the_steps():
-    adviser = Adviser(make_settings(total_steps=500, warmup_steps=5))
+    adviser = make_adviser(total_steps=500, warmup_steps=5)
     assert adviser.estimate_end() == ""
     for step in (13, 14):  # one read of the reports may bring two steps
         adviser.record_step(step, 10.0 * step)
@@ -82,4 +82,4 @@ def test_end_is_estimated_from_the_times_of_the_steps():
 
 def test_sparse_compression_needs_local_updates():
     with pytest.raises(ArgumentsError, match="--gradient_compression topk also needs --local_updates"):
-        make_settings(gradient_compression="topk")
+        RunArguments(gradient_compression="topk")

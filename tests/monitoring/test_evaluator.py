@@ -15,14 +15,13 @@ from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel
 from cotrain.common.errors import UserError
 from cotrain.models.memory import PeakMeter, key_of
 from cotrain.monitoring import evaluation
-from cotrain.monitoring.evaluation import EvaluationLoop, Evaluator
+from cotrain.monitoring.evaluation import BEST_FOLDER, BestModel, EvaluationLoop, Evaluator, Schedule
 from cotrain.monitoring.reporters import Reporters
 from cotrain.task import Task
 from cotrain.tasks import text
 from cotrain.tasks.text import measure
 from peerstep import records as dht_records
 from peerstep.clock import run_time
-from run_evaluator import EvaluatorArguments
 from tests.support.dht_records import heartbeat
 from tests.support.fakes import make_batch, make_text_task
 from tests.support.models import build_model
@@ -41,7 +40,7 @@ def test_loss_is_that_of_the_model(family, is_broken):
     with torch.inference_mode():
         expected = model(**batch).loss.item()
     task.load_samples, task.collate = lambda split: range(8), lambda samples: batch
-    metrics = Evaluator(task, bool, EvaluatorArguments(use_cpu=True)).evaluate(model, step=3)
+    metrics = Evaluator(task, use_cpu=True).evaluate(model, step=3)
     loss, perplexity = (1e9, math.exp(20)) if is_broken else (expected, math.exp(expected))
     assert metrics.pop("loss") == pytest.approx(loss, rel=1e-5)
     if family == "gpt2":
@@ -73,15 +72,21 @@ def test_means_are_over_what_a_task_counts_and_random_numbers_are_the_same_each_
     model = torch.nn.Linear(1, 1)
 
     def evaluate(batch_size: int = 3, should_stop: Callable[[], bool] = bool, **options) -> dict | None:
-        args = EvaluatorArguments(use_cpu=True, per_device_eval_batch_size=batch_size, **options)
-        return Evaluator(Noise(), should_stop, args).evaluate(model, step=1)
+        evaluator = Evaluator(Noise(), should_stop, batch_size=batch_size, use_cpu=True, **options)
+        return evaluator.evaluate(model, step=1)
 
     one, other = evaluate(), evaluate(batch_size=7)
     torch.rand(1)  # a restarted evaluator has another random state
     assert one == evaluate() and model.training
     assert (one["mean"], one["over_4"]) == (other["mean"], other["over_4"]) == (4.5, 7.0)
-    assert evaluate(max_eval_samples=3)["mean"] == 1.0
+    assert evaluate(max_samples=3)["mean"] == 1.0
     assert evaluate(should_stop=lambda: True) is None
+
+
+def make_loop(**schedule) -> EvaluationLoop:
+    """Make a loop that has no model."""
+    peer = SimpleNamespace(dht=None, run_id="run")
+    return EvaluationLoop(peer, Mock(), None, None, None, None, Schedule(**schedule), 10.0)
 
 
 @pytest.mark.parametrize(
@@ -102,11 +107,11 @@ def test_means_are_over_what_a_task_counts_and_random_numbers_are_the_same_each_
         (7, [6, 5], {}, False),  # the run has gone back
         (7, [6, 6], {}, True),
         (900, [6, 6], {}, True),
-        (7, [9], {"evaluation_steps": 3}, False),
-        (7, [10], {"evaluation_steps": 3}, True),
-        (7, [9], {"evaluation_steps": 3, "max_global_steps": 9}, True),
-        (7, [8], {"evaluation_interval": 3600.0}, False),
-        (7, [8], {"evaluation_interval": 3600.0, "max_global_steps": 8}, True),
+        (7, [9], {"steps": 3}, False),
+        (7, [10], {"steps": 3}, True),
+        (7, [9], {"steps": 3, "last_step": 9}, True),
+        (7, [8], {"interval": 3600.0}, False),
+        (7, [8], {"interval": 3600.0, "last_step": 8}, True),
     ],
 )
 def test_when_an_evaluation_is_due(evaluated, epochs, options, is_due, monkeypatch):
@@ -116,10 +121,9 @@ def test_when_an_evaluation_is_due(evaluated, epochs, options, is_due, monkeypat
         for number, epoch in enumerate(epochs)
     }
     monkeypatch.setattr(dht_records, "get_records", lambda _dht, key: {"run_training_progress": records}[key])
-    args = EvaluatorArguments(**options)
-    loop = EvaluationLoop(SimpleNamespace(dht=None), "run", Mock(), None, None, None, args)
+    loop = make_loop(**options)
     loop._evaluate, loop.evaluated_step = Mock(), evaluated
-    loop._next_time = time.monotonic() + options.get("evaluation_interval", 0.0)
+    loop._next_time = time.monotonic() + options.get("interval", 0.0)
     loop.refresh()
     assert loop._evaluate.called == is_due
 
@@ -129,7 +133,9 @@ def evaluate(tmp_path, caplog):
     """Return a function that evaluates a base and steps with some losses, as one evaluator of the folder does."""
     caplog.set_level("INFO")
 
-    def evaluate(losses: dict[int, float], base: float | None = None, **options) -> EvaluationLoop:
+    def evaluate(
+        losses: dict[int, float], base: float | None = None, patience: int = 3, last_step: int = 9
+    ) -> EvaluationLoop:
         class OneValue(Task):
             def load_samples(self, split: str) -> list:
                 return [0]
@@ -138,7 +144,6 @@ def evaluate(tmp_path, caplog):
                 return {"loss": model.bias.item()}
 
         model, task = torch.nn.Linear(1, 1), OneValue()
-        args = EvaluatorArguments(use_cpu=True, output_dir=str(tmp_path), disable_tqdm=True, **options)
         averager = SimpleNamespace(local_epoch=0, download_state=lambda min_step: ("donor", min_step, []))
 
         def restore(_metadata, _tensors) -> None:
@@ -146,7 +151,8 @@ def evaluate(tmp_path, caplog):
             torch.nn.init.constant_(model.bias, losses.pop(averager.local_epoch))
 
         averager.restore, reporter = restore, Reporters(tmp_path, "run")
-        loop = EvaluationLoop(None, "run", averager, model, Evaluator(task, bool, args), reporter, args, last_step=9)
+        evaluator, best = Evaluator(task, use_cpu=True), BestModel(tmp_path / BEST_FOLDER, patience)
+        loop = EvaluationLoop(None, averager, model, evaluator, reporter, best, Schedule(last_step=last_step), 10.0)
         if base is not None:
             torch.nn.init.constant_(model.bias, base)
             loop.evaluate_base()
@@ -179,7 +185,7 @@ def test_best_model_stays_in_a_folder(evaluate, tmp_path, caplog):
     assert load_file(best / "model.safetensors")["bias"].item() == 2.25
 
 
-def test_patience_is_a_flag(evaluate, caplog):
+def test_patience(evaluate, caplog):
     evaluate({1: 1.0, 2: 1.1, 3: 1.2}, patience=2)
     assert "has not fallen for 2 evaluations" in caplog.text
 
@@ -192,7 +198,7 @@ def test_full_disk_does_not_end_the_evaluator(evaluate, tmp_path, caplog):
 
 def test_evaluator_ends_with_the_schedule(evaluate):
     assert not evaluate({8: 1.0}).is_done and evaluate({9: 1.0}).is_done
-    assert evaluate({5: 1.0}, max_global_steps=5).is_done
+    assert evaluate({5: 1.0}, last_step=5).is_done
 
 
 def test_state_of_the_monitor_is_evaluated_if_no_trainer_is_left(monkeypatch):
@@ -205,7 +211,7 @@ def test_state_of_the_monitor_is_evaluated_if_no_trainer_is_left(monkeypatch):
     monkeypatch.setattr(dht_records, "get_records", lambda _dht, key: records[key])
     clock = SimpleNamespace(monotonic=lambda: clock.now, now=100.0)
     monkeypatch.setattr(evaluation, "time", clock)
-    loop = EvaluationLoop(SimpleNamespace(dht=None), "run", Mock(), None, None, None, EvaluatorArguments())
+    loop = make_loop()
     loop._evaluate = Mock()
     loop.refresh()
     assert not loop._evaluate.called, "trainers may be about to join"
@@ -243,7 +249,7 @@ def test_evaluator_without_memory_ends_at_its_start_with_its_own_flag():
         def evaluate(self, model, batch) -> dict:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    evaluator = Evaluator(Full(), bool, EvaluatorArguments(use_cpu=True, per_device_eval_batch_size=4))
+    evaluator = Evaluator(Full(), batch_size=4, use_cpu=True)
     with pytest.raises(UserError, match="smaller --per_device_eval_batch_size than 4"):
         evaluator.try_batch(torch.nn.Linear(1, 1))
     assert evaluator.num_samples == 10

@@ -24,7 +24,6 @@ from cotrain.options import NOTHING
 from cotrain.tasks.task_loading import load_task
 from cotrain.training import checkpoints
 from cotrain.training.checkpoints import SavedState
-from run_training_monitor import TrainingMonitorArguments
 from tests.support.dht_records import peer_step
 from tests.support.fake_hub import TOKEN, FakeHub, fake_hub
 from tests.support.fakes import make_text_task
@@ -54,9 +53,9 @@ def make_uploader(tmp_path, hub):
     uploaders = []
 
     def make_uploader(**options) -> HubUploader:
-        args = TrainingMonitorArguments(output_dir=str(tmp_path / "out"), **options)
         metadata, contributors = CardMetadata("me/model", "my run", TASK), Contributors(tmp_path / "out", "my run")
-        uploader = HubUploader(metadata, contributors, ["/dns4/x.org/tcp/1/p2p/Qm"], args)
+        options = {"interval": 3600.0, **options}
+        uploader = HubUploader(metadata, contributors, ["/dns4/x.org/tcp/1/p2p/Qm"], tmp_path / "out", **options)
         uploaders.append(uploader)
         return uploader
 
@@ -116,7 +115,7 @@ def test_model_and_card_arrive_with_a_message_and_a_tag(hub, make_uploader, capl
 
 
 def test_next_checkpoint_waits_for_the_interval_unless_the_run_is_over(hub, make_uploader):
-    uploader = make_uploader(upload_interval=3600, upload_training_state=True, private_repo=True)
+    uploader = make_uploader(has_state=True, private=True)
     (save(uploader, 1) / "adapter_config.json").write_text('{"base_model_name_or_path": "me/base"}', encoding="utf-8")
     upload_newest(uploader)
     assert hub.files["adapter_config.json"] == b'{"base_model_name_or_path": "me/base"}'

@@ -23,7 +23,7 @@ from cotrain.task import Task
 from peerstep import records as dht_records
 from peerstep.clock import run_time
 from peerstep.coordinator import Outcome, StepRecord
-from run_training_monitor import RunArguments, TrainingMonitorArguments
+from run_training_monitor import RunArguments
 from tests.support.dht_records import entries, heartbeat, metric, trainer_record
 from tests.support.fakes import FakeAverager, make_session, storing_peer
 from tests.support.peers import read_jsonl
@@ -68,11 +68,11 @@ def make_monitor(folder, reporter=None, *, keeper=None, uploader=None, interval=
     :param interval: between checkpoints
     :param options: of the aggregator
     """
-    args = TrainingMonitorArguments(save_checkpoint_step_interval=interval)
-    peer, counted = SimpleNamespace(dht=None, public_key=b"monitor"), Contributors(folder, "run")
+    peer, counted = SimpleNamespace(dht=None, public_key=b"monitor", run_id="run"), Contributors(folder, "run")
     reporter, aggregator = reporter or Reporters(folder, "run"), MetricsAggregator(**options)
-    adviser = Adviser(RunArguments(model_name_or_path="albert-large-v2"))
-    return TrainingMonitor(peer, "run", aggregator, reporter, counted, keeper, uploader, args, adviser)
+    settings = RunArguments()
+    adviser = Adviser(settings, settings)
+    return TrainingMonitor(peer, aggregator, reporter, counted, keeper, uploader, adviser, 30.0, interval)
 
 
 @pytest.fixture
@@ -247,8 +247,7 @@ def test_last_report_waits_for_a_slow_trainer(tmp_path, stored, finish, told_at,
 
 
 def make_keeper(folder, averager: FakeAverager) -> CheckpointKeeper:
-    args = TrainingMonitorArguments(output_dir=str(folder))
-    return CheckpointKeeper(averager, Task(), torch.nn.Linear(2, 2), "run", args)
+    return CheckpointKeeper(averager, Task(), torch.nn.Linear(2, 2), "run", folder, 5, (2, 8), 30.0)
 
 
 @pytest.mark.parametrize(("saved", "offered", "expected"), [(3, True, 5), (5, True, 5), (3, False, 3)])
@@ -307,7 +306,7 @@ def test_monitor_ends_after_the_last_step_of_the_schedule(tmp_path, stored, monk
     clock.monotonic = clock.time = lambda: clock.now
     monkeypatch.setattr(monitor_module, "time", clock)
     monitor = make_monitor(tmp_path, Mock(), settle_time=0.0)
-    monitor.last_step, patience = last_step, 4 * monitor.args.refresh_period
+    monitor.last_step, patience = last_step, 4 * monitor.refresh_period
 
     def has_ended(step: int, *trainers: bytes, gone: Collection = (), after: float = 0.0) -> bool:
         clock.now += after

@@ -17,7 +17,6 @@ from cotrain.monitoring.monitor import CheckpointKeeper
 from cotrain.task import Task
 from peerstep.coordinator import Outcome
 from peerstep.history import Marks
-from run_training_monitor import TrainingMonitorArguments
 from tests.support.peers import build_trainers_optimizer
 from tests.support.simulated_network import Network, Node
 from tests.support.simulated_time import owner
@@ -171,8 +170,7 @@ class Monitor(Node):
             arguments(optimizer=SETTINGS["optimizer"]),
             offload_optimizer=False,
         )
-        args = TrainingMonitorArguments(output_dir=str(folder), save_checkpoint_step_interval=2, refresh_period=0.01)
-        self.keeper = CheckpointKeeper(averager, Task(), model, "run", args)
+        self.keeper = CheckpointKeeper(averager, Task(), model, "run", folder, interval=2, keep=(2, 8), pause=0.01)
 
     def look(self, step: int) -> None:
         """Do what a monitor does that reports a step."""

@@ -167,10 +167,10 @@ def test_gradient_checkpointing_gives_the_same_gradients(prepared, base):
 def test_evaluator_does_not_copy_a_frozen_base(prepared, base, monkeypatch):
     args = arguments(prepared, base)
     task, model, seen = load_task(args, NOTHING, has_weights=True), build(args), []
-    options = SimpleNamespace(max_eval_samples=2, per_device_eval_batch_size=2, use_cpu=True, disable_tqdm=True)
+    options = {"max_samples": 2, "batch_size": 2, "use_cpu": True}
     evaluate = task.evaluate
     monkeypatch.setattr(task, "evaluate", lambda model, batch: (seen.append(model), evaluate(model, batch))[1])
-    assert Evaluator(task, lambda: False, options).evaluate(model, 1)["loss"] > 0
+    assert Evaluator(task, **options).evaluate(model, 1)["loss"] > 0
     shared = [own is other for own, other in zip(model.parameters(), seen[0].parameters(), strict=True)]
     assert shared == [not parameter.requires_grad for parameter in model.parameters()]
 

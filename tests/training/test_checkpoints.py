@@ -29,7 +29,6 @@ from cotrain.task import Task
 from cotrain.training import checkpoints
 from cotrain.training.check import attempt, check_folders
 from cotrain.training.checkpoints import SavedState
-from run_training_monitor import TrainingMonitorArguments
 from tests.support.fakes import FakeAverager, make_session, make_state
 from tests.support.models import build_model
 from tests.support.swarm import CONFIG
@@ -239,8 +238,7 @@ def test_full_disk_costs_neither_the_old_checkpoint_nor_the_run(full_disk, caplo
 @pytest.fixture
 def keeper(tmp_path) -> Iterator[CheckpointKeeper]:
     """The keeper of a monitor that saves every five steps. Its averager downloads the state of step 5."""
-    args = TrainingMonitorArguments(output_dir=str(tmp_path), refresh_period=0.01)
-    keeper = CheckpointKeeper(FakeAverager(step=5), Task(), MODEL, "run", args)
+    keeper = CheckpointKeeper(FakeAverager(step=5), Task(), MODEL, "run", tmp_path, 5, (2, 8), pause=0.01)
     yield keeper
     keeper.close()
 
