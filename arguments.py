@@ -229,4 +229,6 @@ class ReportingArguments(Flags, group="Reporting"):
         if self.wandb_project is not None:
             if self.report_to not in ("none", "wandb"):
                 raise ArgumentsError(f"--wandb_project needs wandb: drop it, or drop --report_to {self.report_to}")
+            if wrong := set("/\\#?%:").intersection(self.wandb_project):
+                raise ArgumentsError(f"--wandb_project {self.wandb_project}: wandb allows no '{min(wrong)}' in a name")
             self.report_to = "wandb"

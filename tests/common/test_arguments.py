@@ -199,6 +199,7 @@ def test_endpoints_become_multiaddresses(endpoint, maddrs):
         ("run_training_monitor.py", "--repo_url https://gitlab.example/me/my-albert", "--repo_id"),
         ("run_training_monitor.py", "--repo_id me/my-albert --no_store_checkpoints", "--no_store_checkpoints"),
         ("run_training_monitor.py", "--wandb_project x --report_to trackio", "--wandb_project"),
+        ("run_training_monitor.py", "--wandb_project team/x", "wandb allows no '/' in a name"),
         ("run_training_monitor.py", "--space_id my-albert", "--space_id"),
         ("run_training_monitor.py", "--space_id me/my-albert --report_to tensorboard", "--report_to tensorboard"),
         ("run_training_monitor.py", "--page javascript:alert(1)", "--page"),
