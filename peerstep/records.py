@@ -240,6 +240,18 @@ def get_records(dht: DHT, key: str) -> dict[PeerID, ValueWithExpiration]:
     return {signer_of(subkey): record for subkey, record in get_dictionary(dht, key).items()}
 
 
+MAX_JUMP = 30.0  # seconds
+_expirations: dict[tuple[str, bytes], float] = {}  # of the newest record of this process under a key and a subkey
+
+
 def store_record(dht: DHT, key: str, public_key: bytes, value: object, lifetime: float) -> None:
-    """Publish a signed record under this peer's subkey for `lifetime` seconds, without waiting for the result."""
-    dht.store(key, subkey=public_key, value=value, expiration_time=run_time() + lifetime, return_future=True)
+    """Publish a signed record under this peer's subkey for `lifetime` seconds, without waiting for the result.
+
+    It expires after the one before. Nodes would refuse it otherwise, for as long as this machine's clock is behind
+    after a jump. A lifetime that is shorter than the last one by more than MAX_JUMP is meant.
+    """
+    expires, last = run_time() + lifetime, _expirations.get((key, public_key), 0.0)
+    if last - MAX_JUMP < expires <= last:
+        expires = last + 1e-3
+    _expirations[key, public_key] = expires
+    dht.store(key, subkey=public_key, value=value, expiration_time=expires, return_future=True)

@@ -163,6 +163,20 @@ def test_trainer_that_slept_for_many_short_steps_downloads_the_state(monkeypatch
         scenario.wait_until(lambda: late.downloads and late.outcomes()[since:].count("averaged") >= 2, 60.0)
 
 
+def test_clock_that_jumps_back_again_and_again_costs_no_round():
+    """As in WSL. The run's clock is set again ten seconds later; until then nodes refused the records of this peer."""
+    with Scenario(3, factor=40.0, target_batch_size=24) as scenario:
+        peers = [scenario.add(speed=speed, uplink=9000.0 * speed) for speed in (1.0, 0.7, 0.4)]
+        scenario.reach(3)
+        since = min(peer.step for peer in peers)
+        for _ in range(10):
+            peers[2].clock = -5.0
+            scenario.wait(8.0)
+            peers[2].clock = 0.0
+            scenario.wait(12.0)
+        assert took_steps_with(peers, 3, since) and peers[2].step > 30
+
+
 @pytest.mark.parametrize("seed", [18, 19])
 def test_trainer_with_the_smallest_peer_id_that_reaches_only_the_dht_delays_two_steps_at_most(seed):
     """After three rounds in vain, it is the one that may take a step without those it does not reach."""
