@@ -171,14 +171,14 @@ class StepThread(threading.Thread):
         if self.is_interrupted(view):
             self.coordinator.call_off()
             return
-        if self._is_over or not self.may_begin_step():
+        if self._is_over:
             return
         is_alone = not view.num_expected(self.membership.step + 1)
         if is_alone and self.model.has_update and not self.is_awaited:
             return  # the main thread has not reported the previous step yet, and no peer waits for this one
-        self.coordinator.look_ahead(view)
+        self.coordinator.look_ahead(view)  # also during a local step: with a long one, it would ask too late after it
         awaits_local_step = not self.is_awaited and 0 < self._patience() < math.inf and self.pace.ends_soon()
-        if self.is_due(view) and not awaits_local_step:
+        if self.may_begin_step() and self.is_due(view) and not awaits_local_step:
             self.take_step(self.membership.step + 1)
 
     def _skip(self, missed: int) -> None:

@@ -107,9 +107,11 @@ def test_models_in_channels_last_are_averaged():
     assert {entry["attempts"] for peer in peers for entry in peer.rounds} == {1}
 
 
-def test_trainer_with_long_local_steps_contributes_to_each_round():
+@pytest.mark.parametrize("delay_grad_averaging", [True, False])
+def test_trainer_with_long_local_steps_contributes_to_each_round(delay_grad_averaging):
     """A local step takes longer than matchmaking, and most of a global step."""
-    with Scenario(22, target_batch_size=40, matchmaking_time=3.1) as scenario:
+    flags = {"matchmaking_time": 3.1, "delay_grad_averaging": delay_grad_averaging}
+    with Scenario(22, target_batch_size=40, **flags) as scenario:
         slow, *others = (scenario.add(speed=speed) for speed in (0.25, 3.3, 3.3))
         slow.batch = 8
         for peer in others:
