@@ -23,6 +23,7 @@ from peerstep.local_updates import LocalTraining, LocalUpdates, step_builders
 from peerstep.membership import Membership, shared
 from peerstep.optimizer_state import OptimizerBuilder, SchedulerBuilder, constant_schedule
 from peerstep.options import Options
+from peerstep.processes import keep_free_memory
 from peerstep.progress import ProgressTracker
 from peerstep.round_client import RoundClient
 from peerstep.rounds import RoundAverager
@@ -143,6 +144,7 @@ class CollaborativeOptimizer(_Interface):
         self.joining = Joining(self.state_averager, self.tracker, self.model, self.log, coordinator.stopped)
         self.steps = StepThread(self.grad_averager, coordinator, self.model, self.joining, self.log)
         self.tracker.start()
+        keep_free_memory()
 
     def _build_accumulator(
         self,

@@ -1,9 +1,12 @@
 """Periodic background threads."""
 
+import multiprocessing
 import os
+import resource
 import threading
 import time
 from multiprocessing import RawValue
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
 
 import psutil
@@ -144,3 +147,28 @@ def test_error_that_follows_from_a_death_may_pass(monkeypatch, lives, error, rai
         child.lives = lives
         raise error
     assert codes == [code]
+
+
+def count_faults(result: Connection) -> None:
+    """Send the page faults of a local step whose tensors have 128 MB, before and after free memory is kept."""
+
+    def count() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        blocks = [bytearray(2**24) for _ in range(8)]
+        del blocks
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    before = [count() for _ in range(3)][-1]
+    processes.keep_free_memory()
+    result.send((before, [count() for _ in range(3)][-1]))
+
+
+def test_memory_of_a_local_step_is_kept_for_the_next_one():
+    """In another process, which ends with what it changes."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    (child := context.Process(target=count_faults, args=(sender,))).start()
+    sender.close()
+    before, after = receiver.recv()
+    child.join(120)
+    assert before > 10_000 and after < 100
