@@ -168,8 +168,7 @@ def watch_run(entry, stated: dict[str, object], stop: StopSignal) -> None:
         # The settings of the run, before anybody knows the address
         relay = RunConfigRelay.of_monitor(peer, entry, stated, longest_wait)
         relay.publish(peer_args.page)
-        visible_maddrs = peer.dht.get_visible_maddrs()
-        log_visible_maddrs(visible_maddrs, peer_args.use_ipfs, file=output_dir / "peer.json")
+        log_visible_maddrs(peer.dht.get_visible_maddrs(), peer_args.use_ipfs, file=output_dir / "peer.json")
 
         monitor = build_monitor(peer, reporter, contributors, keeper, uploader, args, run_args)
         end_time = peer_args.end_time + 120.0  # trainers wait for the last checkpoint for 90 s

@@ -215,10 +215,8 @@ def describe_files(value: object) -> list[tuple[str, int, int]]:
 def prepare(args: TokenizationArguments) -> Manifest:
     """Make dataset, tokenizer and manifest, or shards."""
     from cotrain.common.atomic_files import check_target, new_folder
-    from cotrain.data.chat_shapes import ChatReader
     from cotrain.data.packing import PackingConfig
     from cotrain.data.preparation import open_encoder, save_dataset
-    from cotrain.data.sources import open_dataset, open_files, open_sample
     from cotrain.data.tokenizers import check_losses
     from cotrain.models.vocabulary import tokenizer_sha256, vocabulary_size
 
@@ -239,17 +237,7 @@ def prepare(args: TokenizationArguments) -> Manifest:
         target as tokenizer_folder,
         open_work(args) as work,
     ):
-        column = ChatReader(args.train_on, args.chosen_only) if is_chat else args.text_column
-        if args.sample:
-            source = open_sample()
-        elif args.train_file is not None:
-            source = open_files(args.train_file, work, column, args.encoding)
-        else:
-            options = {"revision": args.dataset_revision, "cache_dir": args.cache_dir}
-            options["streaming"] = args.shard_size is not None
-            source = open_dataset(args.dataset_name, args.dataset_config_name, column, args.encoding, **options)
-        if args.row_is is not None:
-            source = replace(source, has_lines=args.row_is == "line", has_files=False)
+        source = open_source(args, work)
         if (text := work / "text").exists():
             print(f"Continuing the preparation in '{work}'")
         else:
@@ -278,6 +266,25 @@ def prepare(args: TokenizationArguments) -> Manifest:
         )
         manifest.save(dataset_folder)
     return manifest
+
+
+def open_source(args: TokenizationArguments, work: Path):
+    """Return the source of the text, or of the conversations, that the flags name."""
+    from cotrain.data.chat_shapes import ChatReader
+    from cotrain.data.sources import open_dataset, open_files, open_sample
+
+    column = ChatReader(args.train_on, args.chosen_only) if args.objective == "chat" else args.text_column
+    if args.sample:
+        source = open_sample()
+    elif args.train_file is not None:
+        source = open_files(args.train_file, work, column, args.encoding)
+    else:
+        options = {"revision": args.dataset_revision, "cache_dir": args.cache_dir}
+        options["streaming"] = args.shard_size is not None
+        source = open_dataset(args.dataset_name, args.dataset_config_name, column, args.encoding, **options)
+    if args.row_is is None:
+        return source
+    return replace(source, has_lines=args.row_is == "line", has_files=False)
 
 
 def build_tokenizer(args: TokenizationArguments, corpus: dict[str, Corpus], folder: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""What modules may import and patch; the contracts of the library's packages are in pyproject.toml.
+"""What modules may import and patch, and how large they may be; contracts of the packages are in pyproject.toml.
 
 Only the packages of ALLOWED patch hivemind or import its private names, see docs/upgrading-hivemind.md. Ruff finds the
 uses of private attributes.
@@ -83,3 +83,32 @@ def test_benchmarks_and_trials_can_be_imported():
     names = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files]
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {', '.join(names)}"
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+
+
+# Above the limits of a class: 300 lines, and 15 attributes
+TOO_LARGE = {
+    "TrainingSession": "it joins, reports, recovers and leaves: parts for these would share its peer and optimizer",
+    "PeerSampler": "one sampler for data in shards and in one file: the latter is one shard in the same formulas",
+    "RoundAverager": "an averager of hivemind has both of its processes in one class",
+    "TrainingStateAverager": "the same, and hivemind's own attributes, which it sets",
+}
+
+
+def count_attributes(node: ast.ClassDef) -> int:
+    """Return the number of attributes that the methods of a class assign to `self`."""
+    parts = (part for part in ast.walk(node) if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store))
+    return len({part.attr for part in parts if root_of(part) == "self" and isinstance(part.value, ast.Name)})
+
+
+def test_what_a_reader_has_to_keep_in_mind_is_bounded():
+    """No function has more than 60 lines or 12 parameters, and few classes are larger than the limits."""
+    paths = [*ROOT.glob("*.py"), *(ROOT / "cotrain").rglob("*.py"), *(ROOT / "peerstep").rglob("*.py")]
+    nodes = [node for path in paths if "build" not in path.parts for node in ast.walk(ast.parse(path.read_text()))]
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
+    large = {x.name for x in classes if x.end_lineno - x.lineno >= 300 or count_attributes(x) > 15}
+    assert large == TOO_LARGE.keys()
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            names = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+            assert node.end_lineno - node.lineno < 60, f"{node.name} has more than 60 lines"
+            assert len(set(names) - {"self", "cls"}) <= 12, f"{node.name} has more than 12 parameters"
