@@ -167,7 +167,7 @@ def test_trainer_that_slept_for_many_short_steps_downloads_the_state(monkeypatch
 
 def test_clock_that_jumps_back_again_and_again_costs_no_round():
     """As in WSL. The run's clock is set again ten seconds later; until then nodes refused the records of this peer."""
-    with Scenario(3, factor=40.0, target_batch_size=24) as scenario:
+    with Scenario(3, factor=15.0, target_batch_size=24) as scenario:
         peers = [scenario.add(speed=speed, uplink=9000.0 * speed) for speed in (1.0, 0.7, 0.4)]
         scenario.reach(3)
         since = min(peer.step for peer in peers)
