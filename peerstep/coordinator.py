@@ -9,7 +9,7 @@ from hivemind.averaging.control import AveragingStage
 from hivemind.utils import get_logger
 
 from peerstep.clock import run_time
-from peerstep.matchmaking import POLL_SECONDS, RoundControl
+from peerstep.matchmaking import LEADER_MARGIN, POLL_SECONDS, SMALL_SECONDS, RoundControl
 from peerstep.membership import Membership
 from peerstep.options import Options
 from peerstep.progress import ProgressTracker
@@ -116,9 +116,13 @@ class RoundCoordinator:
 
     @property
     def timeout(self) -> float:
-        """Seconds for the next round: fewer after rounds in vain, since the other peers may be unreachable."""
+        """Seconds for the next round: fewer after rounds in vain, since the other peers may be unreachable.
+
+        Enough for a group of less than two thirds, which a leader begins late. With 1.5 times the matchmaking time no
+        such group was formed: three trainers, whom a late one and a false leader did not join, waited for 30 s a step.
+        """
         seconds = math.ldexp(self.options.averaging_timeout, -self.membership.vain)
-        return max(seconds, 1.5 * self.options.matchmaking_time)
+        return max(seconds, self.options.matchmaking_time + SMALL_SECONDS + 2 * LEADER_MARGIN)
 
     def _attempt(self, step: int, weight: float, deadline: float) -> RoundResult | None:
         """Search for a group and average in it; None if the attempt failed and can be repeated."""
