@@ -178,7 +178,9 @@ class LocalTrainingArguments(LocalOptions, group="Local training"):
     """How this peer computes gradients. `hf_trainer.build_training_arguments` hands the flags to transformers."""
 
     per_device_train_batch_size: int | None = flag(
-        None, "Samples per micro-batch and device. Default: what fits into the memory of the GPU; on a CPU 4"
+        None,
+        "Samples per micro-batch and device. Default: what fits the memory of the GPU, on a CPU 4, and for a local "
+        "step of at most 1/32 of the target",
     )
     gradient_accumulation_steps: int = flag(
         2, "Micro-batches per local step. The trainer reports its progress after each local step"

@@ -23,6 +23,10 @@ GPU_COPIES, GPU_COPIES_OF_LOCAL_UPDATES = 2, 3
 # At the start, or with local updates while a round begins or ends, without a micro-batch
 GPU_COPIES_ALONE, GPU_COPIES_OF_LOCAL_UPDATES_ALONE = 4, 7
 
+# Local steps of a target batch by default, at least: when it is reached, each trainer is in the middle of one. Four
+# trainers with local steps of 8 samples exceed a target of 32 by half.
+STEPS_OF_TARGET = 32
+
 SAFE = 0.85  # of the free memory; the rest is for fragmentation and for what CUDA keeps in float32
 
 
@@ -73,24 +77,32 @@ def plan(args: TrainerOptions, batch_size: int | None = None) -> Needs:
 
 
 def set_batch_size(args: TrainerOptions, device: torch.device) -> None:
-    """Choose the micro-batch by the memory of the GPU, unless a flag has; on a CPU DEFAULT_BATCH_SIZE."""
-    if args.training.per_device_train_batch_size is not None:
+    """Choose the samples of a local step unless a flag has: what fits the GPU, and not much beside the target.
+
+    With local updates it is a step of the local optimizer, which need not be short.
+    """
+    training = args.training
+    if training.per_device_train_batch_size is not None:
         return
-    args.training.per_device_train_batch_size = DEFAULT_BATCH_SIZE
+    training.per_device_train_batch_size = size = _fit_batch_size(args, device)
+    if not training.local_updates:
+        most = max(1, args.collaboration.target_batch_size // STEPS_OF_TARGET)
+        training.per_device_train_batch_size = size = min(size, most)
+        training.gradient_accumulation_steps = min(training.gradient_accumulation_steps, most // size)
+
+
+def _fit_batch_size(args: TrainerOptions, device: torch.device) -> int:
     if device.type == "cpu" or args.dataset.task is not None:
-        return
+        return DEFAULT_BATCH_SIZE
     try:
         free = torch.accelerator.get_memory_info(device)[0]
     except RuntimeError:  # not every kind tells
-        return
+        return DEFAULT_BATCH_SIZE
     one, two = plan(args, 1), plan(args, 2)
     per_sample = max(1.0, two.micro_batch - one.micro_batch)
-    fixed = replace(one, micro_batch=one.micro_batch - per_sample).on_gpu
-    size = args.training.per_device_train_batch_size = fit_batch_size(SAFE * free, fixed, per_sample)
-    logger.info(
-        f"--per_device_train_batch_size {size}: {free / 1e9:.1f} GB of GPU memory are free, and a sample takes "
-        f"{per_sample / 1e9:.2f} GB"
-    )
+    size = fit_batch_size(SAFE * free, replace(one, micro_batch=one.micro_batch - per_sample).on_gpu, per_sample)
+    logger.info(f"{size} samples of {per_sample / 1e9:.2f} GB fit into the {free / 1e9:.1f} GB of free GPU memory")
+    return size
 
 
 def missing_copies(model: torch.nn.Module, args: LocalOptions) -> list[torch.Tensor]:

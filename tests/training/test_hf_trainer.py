@@ -27,7 +27,8 @@ from cotrain.training.hf_trainer import (
     build_training_arguments,
     choose_devices,
 )
-from tests.support.fakes import FakeTask, make_batch
+from cotrain.training.needs import set_batch_size
+from tests.support.fakes import FakeTask, make_arguments, make_batch
 from tests.support.models import build_model
 from tests.support.swarm import CONFIG
 
@@ -325,3 +326,17 @@ def test_trainer_has_as_many_replicas_as_devices_were_chosen(tmp_path, monkeypat
         trainer.args._n_gpu = number
         trainer._wrap_model(trainer.model)
     assert calls == [[0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("target", "flags", "expected"),
+    [
+        (4096, {}, (4, 2)), (128, {}, (4, 1)), (32, {}, (1, 1)), (1, {}, (1, 1)),
+        (32, {"per_device_train_batch_size": 3}, (3, 2)), (32, {"local_updates": True}, (4, 2)),
+    ],
+)  # fmt: skip
+def test_local_steps_are_short_beside_the_step_unless_a_flag_says_otherwise(tmp_path, target, flags, expected):
+    """Four trainers with local steps of 8 samples exceeded a target of 32 by half."""
+    args = make_arguments(tmp_path, flags, target_batch_size=target)
+    set_batch_size(args, torch.device("cpu"))
+    assert (args.training.per_device_train_batch_size, args.training.gradient_accumulation_steps) == expected
