@@ -56,7 +56,8 @@ class StateDownload:
 
     **Time.** All donors are dialed in advance, MAX_DIALS at a time. While other reachable donors are left, a donor may
     be silent for a quarter of the remaining time, and is abandoned once it would need, at its mean rate, more than
-    three quarters of the time that was left when it began.
+    three quarters of the time that was left when it began. Up to MAX_SLOW that need more than SLOW_SECONDS are put
+    aside: they are asked again, the fastest first, if no other is left.
     """
 
     averager: SafeAverager  # of this peer, through which the donors are asked
@@ -74,6 +75,8 @@ class StateDownload:
     VOTE_TIMEOUT = 30.0  # seconds; members answer one peer after the other
     STEP_SLACK = 2
     PACE_GRACE = 10.0  # seconds before a donor's rate is judged
+    # Of four trainers one had a third of the line: three peers asked it at once, for 190 to 300 s instead of 20.
+    SLOW_SECONDS, MAX_SLOW = 60.0, 2
 
     def __post_init__(self):
         self.started = time.monotonic()
@@ -83,11 +86,12 @@ class StateDownload:
         self._dials: dict[PeerID, asyncio.Task] = {}
         self._queue: list[PeerID] = []  # donors that are left, the next one last
         self._doubtful: list[PeerID] = []  # those of a step that is not credible
+        self._slow: dict[PeerID, float] = {}  # donors put aside, and the seconds that they would need
         self._trainers: set[PeerID] = set()  # that report, without clients, which answer no requests
         self._before: dict[PeerID, asyncio.Task] = {}  # what voters say at the start of the download
         self._first_seed = os.urandom(SEED_BYTES)  # of that; it tells how far they move meanwhile
         self._contradicted: State | None = None
-        self._told_credible_step = self._may_retry = self._believes_all = False
+        self._told_credible_step = self._may_retry = self._believes_all = self._asks_again = False
 
     async def run(self) -> State | None:
         """Return a donor's peer ID, metadata and tensors."""
@@ -105,7 +109,8 @@ class StateDownload:
 
     async def _ask_all(self) -> State | None:
         """Ask each donor once. Sets `_may_retry` after a failure that may be temporary, such as a lost connection."""
-        self._may_retry = self._told_credible_step = self._believes_all = False
+        self._may_retry = self._told_credible_step = self._believes_all = self._asks_again = False
+        self._slow.clear()
         offers, reports = await asyncio.gather(self._read("state_averager.all_averagers"), self._read_reports())
         if self._may_retry:  # without the reports, anybody that offers a state would vote
             return None
@@ -118,6 +123,8 @@ class StateDownload:
         self._before = {peer: asyncio.create_task(self._ask_digest(peer, self._first_seed)) for peer in voters}
         try:
             while time.monotonic() < self.deadline:
+                if not self._queue and self._slow and not self._asks_again:
+                    self._queue, self._asks_again = sorted(self._slow, key=lambda d: -self._slow[d]), True
                 if not self._queue:
                     if self._told_credible_step or not self._doubtful:
                         return None
@@ -294,7 +301,7 @@ class StateDownload:
                 assembler.add(message.tensor_part)
                 if assembler.is_complete:
                     return metadata, assembler.tensors
-                self._check_pace(began, assembler.fraction)
+                self._check_pace(donor, began, assembler.fraction)
 
     def _read_metadata(self, serialized: bytes) -> dict:
         if len(serialized) > self.layout.max_metadata_bytes:
@@ -319,12 +326,18 @@ class StateDownload:
         remaining = max(0.0, self.deadline - time.monotonic())
         return min(longest or self.donor_timeout, remaining / 4 if self._reached(self._queue) else remaining)
 
-    def _check_pace(self, began: float, fraction: float) -> None:
-        """Raise ConnectionError if a donor cannot deliver in time and another reachable donor is left."""
+    def _check_pace(self, donor: PeerID, began: float, fraction: float) -> None:
+        """Raise ConnectionError if a donor is too slow and another one is left."""
         elapsed, available = time.monotonic() - began, self.deadline - began
         is_too_slow = elapsed > min(self.PACE_GRACE, available / 10) and elapsed > fraction * 0.75 * available
         if is_too_slow and self._reached(self._queue):
             raise ConnectionError(f"too slow: received {fraction:.1%} in {elapsed:.0f} seconds; asking another donor")
+        seconds = elapsed / max(fraction, 1e-3)  # of the whole download
+        is_behind = self._reached(self._queue) or any(seconds > of_other for of_other in self._slow.values())
+        is_judged = elapsed > self.PACE_GRACE and not self._asks_again and len(self._slow) < self.MAX_SLOW
+        if seconds > self.SLOW_SECONDS and is_judged and is_behind:
+            self._slow[donor] = seconds
+            raise ConnectionError(f"slow: it would take {seconds:.0f} seconds; asking another donor")
 
 
 def read_offers(offers: object) -> dict[PeerID, float]:

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -185,8 +185,38 @@ def make_download(*dials: Exception | None, timeout: float = 100.0, credible_ste
 def test_slow_donor_is_abandoned_for_reachable_donors(clock, elapsed, fraction, is_too_slow):
     for dials in ([OSError(), None], [OSError()], []):
         download = make_download(*dials, timeout=100 - elapsed)
+        download._asks_again = True
         with pytest.raises(ConnectionError) if is_too_slow and None in dials else nullcontext():
-            download._check_pace(download.started - elapsed, fraction)
+            download._check_pace("donor", download.started - elapsed, fraction)
+
+
+@pytest.mark.parametrize(
+    ("times", "asked"),
+    [
+        ([300], [300]), ([300, 20], [300, 20]), ([300, 100], [300, 100]), ([100, 300], [100, 300, 100]),
+        ([300, 100, 200], [300, 100, 200]), ([300, 200, 100, 20], [300, 200, 100]),
+    ],
+)  # fmt: skip
+def test_donors_on_thin_lines_are_put_aside_for_others(donors, clock, times, asked):
+    """Seconds that the donors would take, in the order in which they are asked at first; and who is asked."""
+    seen = []
+
+    def in_time(seconds: float) -> Callable:
+        async def send(messages: AsyncIterator) -> AsyncIterator:
+            seen.append(seconds)
+            parts = [message async for message in messages]
+            size = sum(len(part.tensor_part.buffer) for part in parts)
+            for part in parts:
+                yield part
+                await asyncio.sleep(seconds * len(part.tensor_part.buffer) / size)
+
+        return send
+
+    for number, seconds in enumerate(times):
+        offer(donors.add(in_time(seconds)), step=9 - number)
+    newcomer = donors.add(donor_timeout=100.0, download_timeout=600.0)
+    assert newcomer.load_state_from_peers() and newcomer.local_epoch == 9 - times.index(asked[-1])
+    assert seen == asked
 
 
 def test_donor_may_be_silent_for_a_quarter_of_the_time_while_others_are_left(clock):
