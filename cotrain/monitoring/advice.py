@@ -7,7 +7,9 @@ from collections import deque
 from collections.abc import Collection, Mapping
 
 from cotrain.settings import Hyperparameters, StepSettings
+from cotrain.status.short_steps import advise_target
 from cotrain.status.status import format_duration
+from peerstep.pace import SHORT
 from peerstep.progress_record import MAX_ROUNDS
 
 BUSY = 0.9  # fraction of the time for which rounds run; steps then wait for them
@@ -53,12 +55,18 @@ class Adviser:
 
     def __init__(self, steps: StepSettings, hyperparameters: Hyperparameters):
         self._flags, self._advised_at = find_flags(steps, hyperparameters.local_updates), -math.inf
-        self._total_steps = hyperparameters.total_steps
+        self._total_steps, self._target = hyperparameters.total_steps, steps.target_batch_size
         self._times: deque[tuple[int, float]] = deque(maxlen=PACE_STEPS)  # of the newest steps, and when they ended
 
     def advise(self, averaging: float | None) -> str | None:
-        """Return advice, at most once in ADVICE_SECONDS, from the fraction of the time for which rounds run."""
+        """Return advice, at most once in ADVICE_SECONDS, from the fraction of the time for which rounds run.
+
+        Of rounds that are only long beside a step it tells once.
+        """
         now = time.monotonic()
+        if averaging is not None and SHORT < averaging < BUSY and self._advised_at == -math.inf:
+            self._advised_at = now
+            return advise_target(self._target, averaging).capitalize()
         if averaging is None or averaging < BUSY or now < self._advised_at + ADVICE_SECONDS:
             return None
         self._advised_at = now

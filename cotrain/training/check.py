@@ -36,10 +36,12 @@ from cotrain.peer.addresses import peer_id_in
 from cotrain.peer.peer import open_peer
 from cotrain.peer.run_config import find_run_config
 from cotrain.peer.tunnel import open_tunnel
+from cotrain.status.short_steps import advise_target
 from cotrain.training.builders import open_observer
 from cotrain.training.hf_trainer import autocast_dtype, choose_devices
 from cotrain.training.needs import Needs, has_own_memory, missing_copies, plan, set_batch_size
 from cotrain.training.workload import Workload, load_workload
+from peerstep.pace import SHORT
 from peerstep.processes import raise_file_limit
 from peerstep.progress_record import read_progress
 from peerstep.records import get_records
@@ -324,6 +326,9 @@ def check_rounds(dht: DHT, num_parameters: int, args: CollaborationOptions) -> F
     if rate > 0:
         gigabytes = hourly_gigabytes(num_parameters, peers, args, rate / args.target_batch_size)
         text += f"; about {gigabytes:.2g} GB of traffic an hour at the present speed of the run"
+        usual = round_seconds(num_parameters, peers, BITS[args.gradient_compression], uploads[-1])
+        share = usual * rate / args.target_batch_size
+        text += f"; {advise_target(args.target_batch_size, share)}" if share > SHORT else ""
     if seconds[-1] <= args.averaging_timeout:
         return Finding("rounds", text)
     advice = "Use a faster connection, or ask the organiser for smaller rounds, see docs/tuning.md#local-updates"

@@ -60,10 +60,16 @@ def make_adviser(**flags) -> Adviser:
 )
 def test_advice_depends_on_the_settings(settings, advice):
     adviser = make_adviser(**settings)
-    assert adviser.advise(None) is None and adviser.advise(0.8) is None
+    assert adviser.advise(None) is None and adviser.advise(0.05) is None
     assert advice in adviser.advise(1.0) and adviser.advise(1.0) is None
     adviser._advised_at -= ADVICE_SECONDS
     assert adviser.advise(1.0)
+
+
+def test_rounds_that_are_long_beside_a_step_are_told_once_with_the_target_that_they_need():
+    adviser = make_adviser(target_batch_size=64)
+    assert "A round takes 31% of a step" in (advice := adviser.advise(0.31)) and "--target_batch_size 400 " in advice
+    assert adviser.advise(0.31) is None and adviser.advise(0.06) is None
 
 
 def test_end_is_estimated_from_the_times_of_the_steps():

@@ -241,6 +241,13 @@ def test_check_tells_the_traffic_of_an_hour(measure):
     assert "traffic" not in measure(trainers=0)
 
 
+def test_check_names_the_target_for_which_rounds_are_short(measure):
+    """17.5 samples a second: a step of 4,096 takes 234 s, and a round at 100 Mbit/s 9 s."""
+    assert "a round takes" not in measure(bandwidth=100.0)
+    line = measure(bandwidth=14.7)
+    assert line.startswith("ok") and "; a round takes 18% of a step" in line and "--target_batch_size 14590 " in line
+
+
 def test_round_at_some_links(measure):
     expected = "takes about 244 s at 5, 83 s at 14.7, 12 s at 100 Mbit/s of upload"
     assert expected in measure(averaging_timeout=20.0)
