@@ -157,8 +157,10 @@ class ModelSettings(Flags, group="Model and data"):
     def __post_init__(self):
         super().__post_init__()
         self.from_pretrained |= self.lora_rank is not None
-        require(self.lora_rank or self.lora_targets == "all-linear", "--lora_targets also needs --lora_rank")
-        require(self.lora_rank or not self.lora_tokens, "--lora_tokens also needs --lora_rank")
+        require(
+            self.lora_rank is not None or self.lora_targets == "all-linear", "--lora_targets also needs --lora_rank"
+        )
+        require(self.lora_rank is not None or not self.lora_tokens, "--lora_tokens also needs --lora_rank")
         if self.dataset_url is not None:
             self.dataset_url = to_web_address(self.dataset_url)
             check_web_address("--dataset_url", self.dataset_url)

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import msgpack
 from hivemind.p2p import PeerID
@@ -66,7 +67,7 @@ class RunConfig:
     record: dict[str, object]
 
     @classmethod
-    def sign(cls, stated: dict[str, object], private_key: RSAPrivateKey) -> "RunConfig":
+    def sign(cls, stated: Mapping[str, Any], private_key: RSAPrivateKey) -> "RunConfig":
         """Sign the settings of a run; other flags in `stated` are left out.
 
         :raises UserError: if they are too long, contain a password, or the model's configuration cannot be read
@@ -86,7 +87,7 @@ class RunConfig:
         return cls.parse(record, publisher=peer_id_of(public_key))
 
     @classmethod
-    def parse(cls, record: object, publisher: PeerID) -> "RunConfig":
+    def parse(cls, record: Any, publisher: PeerID) -> "RunConfig":
         """Check the signature, size, names and types of a record; raise ValueError if something is wrong."""
         try:
             text, key, signature = record["text"], record["public_key"], record["signature"]
@@ -250,7 +251,7 @@ def find_run_config(command_line: CommandLine, stop: StopSignal, is_monitor: boo
     return Entry(arguments, adopted, config, is_alone=fault is not None)
 
 
-def _find_kept_file(arguments: Iterable[object]) -> Path:
+def _find_kept_file(arguments: Iterable[Any]) -> Path:
     """Return the file of `RunConfig.keep` in a script's output folder."""
     (path,) = [Path(args.output_dir, KEPT_FILE) for args in arguments if hasattr(args, "output_dir")]
     return path
@@ -299,7 +300,7 @@ def _visit(args: PeerOptions, organiser: PeerID | None, run_id: str | None, stop
             return choose(records, set(map(peer_id_in, args.initial_peers)), organiser, run_id)
 
 
-def refuse_differences(config: RunConfig, arguments: Iterable[object]) -> None:
+def refuse_differences(config: RunConfig, arguments: Iterable[Any]) -> None:
     """Raise UserError if a peer's arguments differ from the settings of the run. None differs from no value."""
     run_id, expected = config.settings["run_id"], config.settings.get(TASK)
     for args in arguments if not _has_no_model(arguments) else ():
@@ -363,7 +364,7 @@ class RunConfigRelay:
 
         :param page: setting of the run that the organiser may learn after its start
         """
-        if self.is_organiser and self.config.settings.get("page") != page:
+        if self.is_organiser and self.config is not None and self.config.settings.get("page") != page:
             self.config = RunConfig.sign({**self.config.settings, "page": page}, self.peer.private_key)
         stored, due_at = self._stored
         if self.config is not None and (self.config is not stored or time.monotonic() >= due_at):
