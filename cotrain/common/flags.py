@@ -4,7 +4,7 @@ import ipaddress
 import operator
 import re
 from collections.abc import Sequence
-from dataclasses import field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +47,32 @@ def setting(default: Any, help: str, *, optional: bool = False, **metadata: Any)
     return flag(default, help, setting="optional" if optional else "common", **metadata)
 
 
+@dataclass(frozen=True)
+class Description:
+    """The help of a flag whose default and bounds are those of the base class."""
+
+    metadata: dict[str, Any]
+
+
+def described(help: str, **metadata: Any) -> Any:
+    """Return the help of a flag that a base class of its dataclass has declared, with its default and bounds."""
+    return Description({"help": help, **metadata})
+
+
 class Flags:
     """Base of the dataclasses of flags, which checks the bounds of their numbers. `group`: their heading in --help."""
 
     def __init_subclass__(cls, group: str | None = None):
-        """Set the heading of the flags in --help; by default that of the base class."""
+        """Set the heading of the flags in --help, by default that of the base class, and complete described flags."""
         if group is not None:
             cls._argument_group_name = group  # HfArgumentParser's name
+        for name, value in vars(cls).copy().items():
+            if isinstance(value, Description):
+                bases = [base for base in cls.__mro__[1:] if is_dataclass(base)]
+                declared = next(option for base in bases for option in fields(base) if option.name == name)
+                metadata = {**declared.metadata, **value.metadata}
+                default: Any = {"default": declared.default, "default_factory": declared.default_factory}
+                setattr(cls, name, field(**default, metadata=metadata))
 
     def __post_init__(self):
         for option in fields(self):

@@ -113,7 +113,7 @@ def test_summary(tmp_path, monkeypatch):
     assert f"{tmp_path / 'monitor' / 'checkpoint-10'}\n" in summary
     assert f"generate.py {tmp_path / 'monitor'} " in summary
     assert f"TRACKIO_DIR={tmp_path / 'monitor' / 'trackio'} trackio show --project demo" in summary
-    assert "TRACKIO_PLOT_ORDER=" in summary and "?project=demo&smoothing=0" in summary
+    assert "TRACKIO_PLOT_ORDER=" in summary and "&smoothing=0 at its end" in summary
 
 
 @pytest.mark.parametrize(
