@@ -25,6 +25,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
@@ -42,10 +43,10 @@ from arguments import DatasetArguments
 from benchmarks.process_usage import cpu_seconds, measure_memory
 from cotrain.data.archive import file_sha256
 from cotrain.monitoring.evaluation import Evaluator
+from cotrain.options import NOTHING
 from cotrain.tasks.task_loading import load_task
 from cotrain.training.checkpoints import list_checkpoints
 from peerstep.processes import guard_children
-from run_evaluator import EvaluatorArguments
 from tests.support.launcher import ROOT
 from tests.support.namespaces import Host, Internet, why_unavailable
 from tests.support.peers import ALTERED, LOCAL, Script, Scripts, read_jsonl, wait_until
@@ -124,8 +125,6 @@ class Evening:
         self.running[name] = script = scripts.start(*command, log=name, env=env)
         self.commands[name] = "./" + " ".join(command[command[0] == ALTERED :])
         return script
-
-    # Events
 
     def start(self, name: str) -> None:
         """Start a volunteer's trainer. altered.py only records its local steps."""
@@ -248,10 +247,10 @@ def measure_speed(args: argparse.Namespace) -> None:
         run = Script(
             ALTERED, "run_trainer.py", "--run_id", "alone", "--host_maddrs", LOCAL, "--model_name_or_path", args.base,
             "--tokenizer_path", args.folder / "data/tokenizer", "--dataset_path", args.folder / "data/tokenized",
-            "--output_dir", folder / "run", "--use_cpu", *flags, log=folder / "run.log",
-            env={"RECORD": str(folder / "record.jsonl")},
+            "--output_dir", folder / "run", "--use_cpu", "--per_device_train_batch_size", 1, *flags,
+            log=folder / "run.log", env={"RECORD": str(folder / "record.jsonl")},
         )  # fmt: skip
-        trl = train_by_trl(args, folder / "trl", 8, 10**4, 0, folder / "trl.log")
+        trl = train_by_trl(args, folder / "trl", 4, 10**4, 0, folder / "trl.log")
         scripts = {"run": run, "trl": trl}
         try:
             for place, script in enumerate(scripts.values()):
@@ -260,7 +259,7 @@ def measure_speed(args: argparse.Namespace) -> None:
                 for process in script.family():
                     process.cpu_affinity([core])
             record = {"run": folder / "record.jsonl", "trl": folder / "trl/steps.jsonl"}
-            wait_until(lambda r=record: all(read_jsonl(path) for path in r.values()), 300, "first steps")
+            wait_until(lambda r=record: all(read_jsonl(path) for path in r.values()), 600, "first steps")
             time.sleep(10)
             since = {name: family_cpu(script) for name, script in scripts.items()}
             began, memory = time.time(), {"run": [], "trl": []}
@@ -286,10 +285,7 @@ def measure_speed(args: argparse.Namespace) -> None:
 
 
 def family_cpu(script: Script) -> float:
-    return sum(cpu_seconds(process) for process in script.family())
-
-
-# Report
+    return sum(map(cpu_seconds, script.family()))
 
 
 class Judge:
@@ -297,11 +293,13 @@ class Judge:
 
     def __init__(self, args: argparse.Namespace):
         data, self.base = args.folder / "data", args.base
-        task = load_task(
-            DatasetArguments(model_name_or_path=str(args.base), tokenizer_path=str(data / "tokenizer"),
-                             dataset_path=str(data / "tokenized"), lora_rank=16), has_weights=True)  # fmt: skip
-        self.model = task.build_model()  # adapters begin as zeros
-        self.evaluator = Evaluator(task, lambda: False, EvaluatorArguments(use_cpu=True, disable_tqdm=True))
+        settings = DatasetArguments(
+            model_name_or_path=str(args.base), tokenizer_path=str(data / "tokenizer"),
+            dataset_path=str(data / "tokenized"), lora_rank=16,
+        )  # fmt: skip
+        task = load_task(settings, NOTHING, has_weights=True)
+        task.build_model()  # finds out how samples are packed
+        self.evaluator = Evaluator(task, use_cpu=True, disable_tqdm=True)
 
     def load(self, checkpoint: Path | None) -> torch.nn.Module:
         if checkpoint is None:
@@ -396,9 +394,10 @@ def draw(args: argparse.Namespace, figures: dict, evening: dict) -> None:
     upper.plot(*zip(*curve, strict=True), "o-", color="#2c6fbb", label="four volunteers")
     losses = figures["loss"]
     upper.axhline(losses["base"], color="#888888", linestyle="--", label="base")
-    upper.errorbar([total], [statistics.fmean(losses["trl"])], fmt="D", color="#c0562f", label="TRL, one process",
-                   yerr=[[statistics.fmean(losses["trl"]) - min(losses["trl"])],
-                         [max(losses["trl"]) - statistics.fmean(losses["trl"])]])  # fmt: skip
+    for number, by_step in enumerate(losses["trl"].values()):
+        points = sorted((done[int(step)], loss) for step, loss in by_step.items())
+        label = None if number else "TRL, one process"
+        upper.plot(*zip(*points, strict=True), "D-", color="#c0562f", markersize=4, label=label)
     upper.set(ylabel="held-out loss")
     upper.legend(frameon=False)
     for place, name in enumerate(reversed(VOLUNTEERS)):
@@ -424,11 +423,14 @@ def report(args: argparse.Namespace) -> None:
     evening, steps, judge = read(args.folder / "evening.json"), read_steps(args.folder), Judge(args)
     outputs = args.folder / "evening/monitor/monitor_outputs"
     checkpoint = list_checkpoints(outputs)[0]
-    trl = sorted(path for path in args.folder.glob("trl-*") if (path / "adapter_config.json").exists())
+    trl = sorted(args.folder.glob("trl-*/checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
+    of_trl: dict[str, dict[int, float]] = defaultdict(dict)
+    for path in trl:
+        of_trl[path.parent.name][int(path.name.partition("-")[2])] = judge.loss(path)
     seconds = steps[-1]["time"] - steps[0]["time"]
     applied, after_first = (sum(record["samples"] for record in steps[n:]) for n in (0, 1))
     figures = {
-        "loss": {"base": judge.loss(None), "run": judge.loss(checkpoint), "trl": [judge.loss(path) for path in trl]},
+        "loss": {"base": judge.loss(None), "run": judge.loss(checkpoint), "trl": of_trl},
         "volunteers": {name: describe_volunteer(args, name, evening) for name in VOLUNTEERS},
         "run": {
             "steps": len(steps), "samples": applied, "seconds": seconds,
@@ -456,7 +458,7 @@ def report(args: argparse.Namespace) -> None:
     subprocess.run(list(map(str, command)), check=True, stdout=subprocess.DEVNULL)
     questions, tokenizer = read_questions(args), AutoTokenizer.from_pretrained(args.folder / "my-model")
     models = {"base": judge.load(None), "tuned": AutoModelForCausalLM.from_pretrained(args.folder / "my-model")}
-    models["TRL"] = judge.load(trl[0])
+    models["TRL"] = judge.load(trl[-1])
     answers = {name: answer(model, tokenizer, [ids for ids, _ in questions]) for name, model in models.items()}
     rows = []
     for place, (ids, text) in enumerate(questions):
