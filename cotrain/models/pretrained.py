@@ -27,11 +27,13 @@ from cotrain.options import Adopted, ModelOptions
 SAMPLED = 1024  # elements at the beginning of each tensor that the digest covers
 
 
-def load_pretrained(config: PretrainedConfig, args: ModelOptions, adopted: Adopted) -> PreTrainedModel:
+def load_pretrained(
+    config: PretrainedConfig, args: ModelOptions, adopted: Adopted, device: torch.device | None = None
+) -> PreTrainedModel:
     """Build a model from pretrained weights. Layers without are initialized.
 
-    With --lora_rank it has the precision of the weights, and on a CPU their pages of the file. Otherwise it is in
-    float32.
+    With --lora_rank it has the precision of the weights, on `device` if that is CUDA, and on a CPU their pages of the
+    file. Otherwise it is in float32.
 
     :raises UserError: if there are none, they do not fit the configuration, they are adapters, or a
       run chose more than MAX_DOWNLOAD_BYTES of them
@@ -45,6 +47,8 @@ def load_pretrained(config: PretrainedConfig, args: ModelOptions, adopted: Adopt
     if (folder / ADAPTERS).is_file():  # peft would follow the name of their base
         raise UserError(ADAPTED.format(name))
     options = {"dtype": "auto"} | (_quantize() if args.load_in_4bit else {})
+    if args.lora_rank is not None and device is not None and device.type == "cuda":  # else the CPU tries 16 GB of 8B
+        options["device_map"] = {"": device}
     model_class = get_model_class(config)
     try:
         if is_foreign or args.lora_rank is not None or (folder / weight_files(folder)[0]).is_file():

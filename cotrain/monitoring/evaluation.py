@@ -189,6 +189,8 @@ class EvaluationLoop:
         self._donor = donor
         step = self.averager.local_epoch
         metrics = self.evaluator.evaluate(self.model, step)
+        if self.evaluator.device.type != "cpu":
+            torch.accelerator.empty_cache()  # for a game, or a trainer beside it, until the next one
         if metrics is None:
             return
         self.evaluated_step = step

@@ -15,7 +15,7 @@ from cotrain.task import Task
 from cotrain.tasks.text import build_text_task
 
 
-def load_task(args: ModelOptions, adopted: Adopted, **options: bool) -> Task:
+def load_task(args: ModelOptions, adopted: Adopted, **options) -> Task:
     """Load the task of --task, or build that of --model_name_or_path; see `build_text_task` for the parameters.
 
     :raises UserError: if something is missing or does not fit

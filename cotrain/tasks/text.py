@@ -29,17 +29,19 @@ MAX_LOGIT_BYTES = 10**9  # of logits in float32, of a batch of the evaluator
 
 
 def build_text_task(
-    args: ModelOptions, adopted: Adopted, has_weights: bool = False, disable_tqdm: bool = False
-) -> "TextTask":
+    args: ModelOptions, adopted: Adopted, has_weights: bool = False, disable_tqdm: bool = False,
+    device: torch.device | None = None,
+) -> "TextTask":  # fmt: skip
     """Build the task of --model_name_or_path, after downloading its data if it is missing.
 
     :param has_weights: begin with the weights of --from_pretrained; other peers than trainers download the state
+    :param device: where the base of adapters is loaded, and tried
     :raises UserError: if something is missing or does not fit
     """
     fetch_data(args, adopted, disable_tqdm, has_weights and args.from_pretrained)
     tokenizer = load_tokenizer(args.tokenizer_path)
     config = load_config(args, adopted, tokenizer)
-    return TextTask(args, adopted, tokenizer, config, has_weights and args.from_pretrained)
+    return TextTask(args, adopted, tokenizer, config, has_weights and args.from_pretrained, device)
 
 
 class TextTask(Task):
@@ -47,16 +49,16 @@ class TextTask(Task):
 
     def __init__(
         self, args: ModelOptions, adopted: Adopted, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig,
-        has_weights: bool = False,
+        has_weights: bool = False, device: torch.device | None = None,
     ):  # fmt: skip
-        self.args, self.adopted, self.tokenizer, self.config = args, adopted, tokenizer, config
+        self.args, self.adopted, self.tokenizer, self.config, self.device = args, adopted, tokenizer, config, device
         self.has_weights, self.objective = has_weights, OBJECTIVES[get_objective(config, tokenizer)]
         self.is_packed = False  # whether a row of a batch has several conversations
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token  # any token works: padding is neither attended to nor predicted
 
     def build_model(self) -> PreTrainedModel:
-        load = partial(load_pretrained, args=self.args, adopted=self.adopted)
+        load = partial(load_pretrained, args=self.args, adopted=self.adopted, device=self.device)
         if self.args.lora_rank is None:
             model = load(self.config) if self.has_weights else initialize_model(self.config)
         else:

@@ -148,9 +148,7 @@ def build_optimizer(
         **_step_options(training_args),
     )
     if hasattr(model, "peft_config") and args.dataset.lora_rank is not None and args.dataset.task is None:
-        optimizer.tracker.schema += digest_weights(
-            args.dataset, args.adopted
-        )  # trainers with another schema are ignored
+        optimizer.tracker.schema += digest_weights(args.dataset, args.adopted)  # trainers with another are ignored
     return optimizer
 
 

@@ -123,9 +123,8 @@ def check_all(command_line: CommandLine, stop: StopSignal) -> Iterator[Finding]:
             text = f"{len(work.samples):,} samples; model of {size / 1e6:,.1f} million parameters"
             yield Finding("data and model", text)
             if args.dataset.lora_rank is None:
-                needs = (
-                    plan(args) if args.dataset.task is None else Needs(size, 4.0 * size, args.training.local_updates)
-                )
+                of_task = Needs(size, 4.0 * size, args.training.local_updates)
+                needs = plan(args) if args.dataset.task is None else of_task
                 yield from check_memories(needs, device, num_devices)
             schemas, folder = record_schemas(peer_args.run_id), Path(args.training.output_dir)
             with open_peer(peer_args, schemas, folder, peer_args.client_mode, stop) as peer:

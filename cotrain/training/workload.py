@@ -38,7 +38,8 @@ def load_workload(args: TrainerOptions) -> Workload:
     :raises UserError: if something is missing or does not fit
     """
     device, num_devices = choose_devices(args.training, args.dataset.lora_rank is not None)
-    task = load_task(args.dataset, args.adopted, has_weights=True, disable_tqdm=args.training.disable_tqdm)
+    hide_bar = args.training.disable_tqdm
+    task = load_task(args.dataset, args.adopted, has_weights=True, disable_tqdm=hide_bar, device=device)
     samples = load_samples(task, "train")
     set_batch_size(args, device)
     batch_size = args.training.per_device_train_batch_size

@@ -220,6 +220,16 @@ def test_state_of_the_monitor_is_evaluated_if_no_trainer_is_left(monkeypatch):
     assert loop._evaluate.called
 
 
+@pytest.mark.parametrize(("device", "number"), [("cuda", 1), ("cpu", 0)])
+def test_memory_of_an_evaluation_is_given_back_to_other_programs(monkeypatch, device, number):
+    calls = []
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: calls.append("empty"))
+    evaluator = SimpleNamespace(device=torch.device(device), evaluate=lambda *_: calls.append("evaluate"))
+    averager = Mock(local_epoch=1, **{"download_state.return_value": ("donor", None, None)})
+    EvaluationLoop(Mock(), averager, Mock(), evaluator, Mock(), Mock(), Schedule(), 10.0)._evaluate()
+    assert calls == ["evaluate", *["empty"] * number]
+
+
 def test_evaluation_takes_little_more_memory_than_its_logits(monkeypatch):
     """With labels, transformers computes a loss in float32, and three copies more made 29.8 GB for Qwen3-1.7B."""
     config = GPT2Config(vocab_size=50_257, n_embd=8, n_head=2, n_layer=1, architectures=["GPT2LMHeadModel"])

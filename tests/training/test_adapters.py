@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Ll
 from arguments import DatasetArguments, ModelArguments
 from cotrain.common.errors import UserError
 from cotrain.models import model as models
+from cotrain.models import pretrained
 from cotrain.models.adapters import add_adapters
 from cotrain.models.model import build_without_weights, enable_gradient_checkpointing, to_float
 from cotrain.models.pretrained import digest_weights, load_pretrained
@@ -173,6 +174,23 @@ def test_evaluator_does_not_copy_a_frozen_base(prepared, base, monkeypatch):
     assert Evaluator(task, **options).evaluate(model, 1)["loss"] > 0
     shared = [own is other for own, other in zip(model.parameters(), seen[0].parameters(), strict=True)]
     assert shared == [not parameter.requires_grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("device", "place"), [("cuda:0", {"": torch.device("cuda", 0)}), ("cpu", None), ("mps", None)]
+)
+def test_base_is_loaded_and_tried_where_it_is_trained(prepared, base, monkeypatch, device, place):
+    """The CPU read 16 GB of an 8-billion base for each of four forward passes, before a GPU had it."""
+    places, open_weights = [], pretrained.open_weights
+
+    def load(*args, device_map=None, **options):
+        places.append(device_map)
+        return open_weights(*args, **options)
+
+    monkeypatch.setattr(pretrained, "open_weights", load)
+    options = {"has_weights": True, "device": torch.device(device)}
+    build_initial_model(load_task(arguments(prepared, base), NOTHING, **options), "run")
+    assert places == [place]
 
 
 def test_all_is_read_from_one_commit(prepared, base, tmp_path, monkeypatch):
