@@ -3,6 +3,8 @@
 import math
 import re
 import socket
+import weakref
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -167,6 +169,26 @@ def test_trial_has_all_copies_of_training(monkeypatch, local_updates, accumulati
     args = LocalTrainingArguments(local_updates=local_updates, gradient_accumulation_steps=accumulation)
     copies = missing_copies(torch.nn.Linear(3, 2), args)
     assert sum(copy.numel() for copy in copies) == number * 8 and {copy.dtype for copy in copies} == {torch.float32}
+
+
+def test_copies_are_alive_while_a_device_computes_the_trial(monkeypatch):
+    work, alive = Samples(), []
+    work.device, work.model.cpu = torch.device("meta"), lambda: None  # a stand-in, from which nothing can be copied
+    monkeypatch.setattr(check, "autocast_dtype", lambda args: None)
+    monkeypatch.setattr(check.torch, "autocast", lambda *_, **__: nullcontext())
+
+    def keep(model: torch.nn.Module, args: LocalTrainingArguments) -> list[torch.Tensor]:
+        copies = missing_copies(model, args)
+        alive.extend(map(weakref.ref, copies))
+        return copies
+
+    def end(_model: torch.nn.Module, batch: torch.Tensor) -> None:
+        raise UserError(f"{sum(kept().is_meta for kept in alive)} copies beside a batch on {batch.device}")
+
+    monkeypatch.setattr(check, "missing_copies", keep)
+    work.task.compute_loss = end
+    with pytest.raises(UserError, match="4 copies beside a batch on meta"):
+        measure_device(work, ARGS, 4, RUNNING, range(16))
 
 
 @pytest.mark.parametrize(("dtype", "advice"), [(torch.float16, "Pass --bf16"), (None, "check the data")])

@@ -16,7 +16,7 @@ from transformers import TrainingArguments
 
 from arguments import LocalTrainingArguments
 from cotrain.common.errors import UserError
-from cotrain.models.model import enable_gradient_checkpointing
+from cotrain.models.model import choose_kernels, enable_gradient_checkpointing
 from cotrain.status.loss_meter import LossMeter
 from cotrain.task import Task
 from cotrain.training.hf_trainer import (
@@ -285,6 +285,27 @@ def test_accelerators_other_than_cuda_are_used(monkeypatch, has_bf16, expected):
     if not has_bf16:
         with pytest.raises(UserError, match="--bf16: mps has no bfloat16; pass --fp16"):
             autocast_dtype(LocalTrainingArguments(bf16=True))
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cuda", True), ("mps", False), ("cpu", False)])
+def test_trainer_copies_batches_without_waiting_on_cuda_alone(tmp_path, monkeypatch, device, expected):
+    """Where memory is not pinned such a copy may be of random tokens. On CUDA, others wait for the GPU."""
+    monkeypatch.setattr("cotrain.training.hf_trainer.choose_devices", lambda args: (torch.device(device), 1))
+    monkeypatch.setattr("cotrain.training.hf_trainer.autocast_dtype", lambda args: None)
+    args = build_training_arguments(LocalTrainingArguments(output_dir=str(tmp_path)), "peer")
+    assert (args.accelerator_config.non_blocking, args.dataloader_pin_memory) == (expected, expected)
+
+
+@pytest.mark.parametrize(("num_gpus", "expected"), [(1, "meta"), (0, "cpu")])
+def test_compilation_is_tried_on_the_device_in_use(monkeypatch, num_gpus, expected):
+    """A GPU needs Triton, which a try on the CPU does not miss."""
+    devices, monkey = [], monkeypatch.setattr
+    monkey(torch.accelerator, "current_accelerator", lambda check_available: torch.device("meta"))
+    monkey(torch, "compile", lambda function: lambda tensor: devices.append(tensor.device.type))
+    model = torch.nn.Linear(1, 1)
+    monkey(model, "compile", lambda: devices.append("model"))
+    choose_kernels(model, LocalTrainingArguments(torch_compile=True), num_gpus)
+    assert devices == [expected, "model"]
 
 
 @pytest.mark.parametrize(
