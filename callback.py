@@ -23,7 +23,7 @@ class CollaborativeCallback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         control.should_training_stop = not self.session.after_local_step()
         if control.should_training_stop or state.global_step % args.save_steps == 0:
-            self.session.save_checkpoint()
+            self.session.recovery.save_checkpoint()
         return control
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs=None, **kwargs):

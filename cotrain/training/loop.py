@@ -131,7 +131,7 @@ class TrainingLoop:
             logger.info(f"Local step {number}: loss = {loss.item():.5f}")
         self.is_running = session.after_local_step()
         if self.is_running and number % self.args.save_steps == 0:
-            session.save_checkpoint()
+            session.recovery.save_checkpoint()
         return self.is_running
 
 
@@ -143,5 +143,5 @@ def open_loop(session: TrainingSession, args: LocalOptions, device: torch.device
     torch.manual_seed(derive_seed(session.peer.dht.peer_id, args.seed))  # masks and dropout differ between peers
     with contextlib.suppress(_Ended):
         yield loop
-    session.save_checkpoint()
+    session.recovery.save_checkpoint()
     session.leave()

@@ -101,8 +101,7 @@ def finish(monkeypatch) -> Callable[..., float]:
 def test_shares_come_from_the_records_of_the_trainers(tmp_path, stored):
     """Each has computed 4 samples in each of 100 local steps; the second one missed the newest 16 steps."""
     for key, rounds, num_missed in ((b"a", [True, True, False], 0), (b"b", [True], 16), (b"c", [], 100)):
-        session = make_session(tmp_path / key.decode(), offered=None)
-        session.peer = storing_peer(stored, key)
+        session = make_session(tmp_path / key.decode(), offered=None, peer=storing_peer(stored, key))
         session.optimizer.local_progress = SimpleNamespace(samples_per_second=1.0)
         session.optimizer.pace.recent_rounds = rounds
         session.status.begin_at(0)
@@ -111,7 +110,7 @@ def test_shares_come_from_the_records_of_the_trainers(tmp_path, stored):
             session.status.record_local_step()
             is_missed = step > 100 - num_missed
             session.status.record_step(StepRecord(step, *((Outcome.MISSED,) if is_missed else (Outcome.ALONE, 4))))
-        session.report(StepRecord(10, Outcome.AVERAGED, 8))
+        session.publisher.report(StepRecord(10, Outcome.AVERAGED, 8))
         session.status.close()
     reporter = Mock()
     make_monitor(tmp_path, reporter, last_reported_step=9).refresh()

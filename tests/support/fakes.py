@@ -19,10 +19,12 @@ from arguments import (
     ProgressTrackerArguments,
 )
 from cotrain.options import NOTHING, TrainerOptions
+from cotrain.peer.run_config import RunConfigRelay
 from cotrain.task import Task
 from cotrain.tasks.text import TextTask
 from cotrain.training.checkpoints import SavedState
 from cotrain.training.session import TrainingSession
+from peerstep.processes import Watchdog
 
 
 def make_batch(size: int = 8, length: int = 32) -> dict[str, torch.Tensor]:
@@ -173,7 +175,7 @@ class FakeStateAverager(FakeAverager):
                 parameter.fill_(float(metadata["epoch"]))
 
 
-def make_session(folder: Path, offered: int | None) -> TrainingSession:
+def make_session(folder: Path, offered: int | None, peer: SimpleNamespace = FAKE_PEER, **flags) -> TrainingSession:
     """Build a session at step 9 with a fake optimizer.
 
     :param offered: the step of the state that other peers offer, None if they offer none
@@ -186,6 +188,5 @@ def make_session(folder: Path, offered: int | None) -> TrainingSession:
         target_batch_size=8, pop_records=list, num_computed=0, tracker=FakeTracker(epoch=9), dht=None,
         pace=SimpleNamespace(recent_rounds=[], averaging_share=None),
     )  # fmt: skip
-    return TrainingSession(
-        FAKE_PEER, optimizer, FakeTask(), model, make_arguments(folder, run_id="run"), lambda: False
-    )
+    args, relay = make_arguments(folder, run_id="run", **flags), RunConfigRelay(peer, None, lifetime=0.0)
+    return TrainingSession(peer, optimizer, FakeTask(), model, args, lambda: False, Watchdog({}), relay)

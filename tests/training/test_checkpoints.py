@@ -228,7 +228,7 @@ def test_full_disk_costs_neither_the_old_checkpoint_nor_the_run(full_disk, caplo
     for step, number, saved in ((1, 1000, [1]), (2, 1_000_000, [1]), (3, 1000, [3, 1])):
         state = {"epoch": step, "statistics": []}, [torch.ones(number)]
         session.optimizer.state_averager.frozen_state = lambda state=state: nullcontext(state)
-        session.save_checkpoint()
+        session.recovery.save_checkpoint()
         found = checkpoints.list_checkpoints(full_disk)
         assert found == [full_disk / f"checkpoint-{step}" for step in saved], "continues once there is space"
         assert checkpoints.load_training_state(found[0] / checkpoints.STATE_FILE, "run").step == saved[0]

@@ -275,13 +275,13 @@ def test_error_of_the_device_after_a_local_step_may_pass(tmp_path, monkeypatch, 
     session = make_session(tmp_path, offered=None)
     args, optimizer = make_arguments(tmp_path, run_id="run", client_mode=True), session.optimizer
     optimizer.num_computed, optimizer.processes = num_computed, {}
-    monkeypatch.setattr(session_module, "RunConfigRelay", SimpleNamespace(of_run=lambda *_: session.relay))
+    monkeypatch.setattr(session_module, "RunConfigRelay", SimpleNamespace(of_run=lambda *_: session.publisher.relay))
     monkeypatch.setattr(session_module, "supervise", lambda *_, **__: contextlib.nullcontext(session.watchdog))
     monkeypatch.setattr(session_module, "claim_folder", lambda *_: None)
     stop = SimpleNamespace(is_set=lambda: False)
     with (
         pytest.raises(type(error)) as raised,
-        session_module.open_session(session.peer, optimizer, session.task, session.model, args, stop),
+        session_module.open_session(session.peer, optimizer, session.recovery.task, session.model, args, stop),
     ):
         raise error
     assert report(raised.value) == code

@@ -13,10 +13,13 @@ from datasets import Dataset
 import run_custom_trainer
 import run_trainer
 from cotrain.common.signals import StopSignal
+from cotrain.dht.metrics_schema import StepMetrics
 from cotrain.options import TrainerOptions
 from cotrain.status.status import read_status
 from cotrain.training import session, workload
 from cotrain.training.checkpoints import list_checkpoints
+from cotrain.training.publisher import Publisher
+from cotrain.training.recovery import Recovery
 from cotrain.training.session import TrainingSession
 from peerstep.coordinator import StepRecord
 from tests.support.fakes import FakeTask, make_arguments, make_batch
@@ -40,6 +43,7 @@ class Recorder(TrainingSession):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
+        self.publisher.report, self.recovery.save_checkpoint = self.report, self.save_checkpoint
         self.states: dict[int, tuple[dict, list[torch.Tensor]]] = {}
         self.weights: dict[int, list[torch.Tensor]] = {}
         self.begun_with = self.kept = torch.zeros(0)  # local updates, at the start and at the newest save
@@ -50,9 +54,10 @@ class Recorder(TrainingSession):
         self.begun_with = self.local_changes()
         self.record()
 
-    def report(self, record: StepRecord) -> None:
-        super().report(record)
+    def report(self, record: StepRecord) -> StepMetrics:
+        metrics = Publisher.report(self.publisher, record)
         self.record()
+        return metrics
 
     def record(self) -> None:
         step = self.optimizer.local_epoch
@@ -61,7 +66,7 @@ class Recorder(TrainingSession):
 
     def save_checkpoint(self) -> None:
         self.kept = self.local_changes()
-        super().save_checkpoint()
+        Recovery.save_checkpoint(self.recovery)
 
     def local_changes(self) -> torch.Tensor:
         """Return how far the model is from the parameters of its step."""
@@ -70,7 +75,7 @@ class Recorder(TrainingSession):
 
     @property
     def losses(self) -> dict[int, float]:
-        return {entry.step: entry.loss / entry.mini_steps for entry in self.history}
+        return {entry.step: entry.loss / entry.mini_steps for entry in self.publisher.history}
 
 
 def run(patch: pytest.MonkeyPatch, script, peer, args: TrainerOptions, size: int, num_devices: int = 1) -> None:

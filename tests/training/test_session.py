@@ -18,14 +18,14 @@ import utils
 from cotrain.common.errors import UserError
 from cotrain.dht.metrics_schema import StepMetrics
 from cotrain.status.client_mode import ClientModeAlarm
-from cotrain.training import checkpoints
+from cotrain.training import checkpoints, recovery
 from cotrain.training import session as session_module
 from cotrain.training.session import TrainingSession
 from cotrain.training.start import LAST_STEP_SECONDS
 from peerstep import records as dht_records
 from peerstep.coordinator import Outcome, StepRecord
 from peerstep.records import signer_of
-from tests.support.fakes import FAKE_PEER, FakeTracker, make_arguments, make_session, make_state, storing_peer
+from tests.support.fakes import FakeTracker, make_session, make_state, storing_peer
 
 INITIAL_PEER = b"\x12\x20" + bytes(32)
 
@@ -43,9 +43,9 @@ def clock(monkeypatch) -> SimpleNamespace:
 @pytest.fixture
 def session(tmp_path) -> Iterator[TrainingSession]:
     """A session at step 9 that publishes to `stored`, and whose optimizer completes the steps in `steps`."""
-    session = make_session(tmp_path, offered=8)
-    session.stored, session.steps = {}, []
-    session.peer = storing_peer(session.stored)
+    stored: dict = {}
+    session = make_session(tmp_path, offered=8, peer=storing_peer(stored))
+    session.stored, session.steps = stored, []
     optimizer = session.optimizer
     optimizer.local_progress = SimpleNamespace(samples_per_second=1.0)
     optimizer.pop_records = lambda: [session.steps.pop(0) for _ in range(len(session.steps))]
@@ -120,13 +120,15 @@ def test_trainer_joins(session, clock, monkeypatch, reported, succeeds_at, misfi
 def test_broken_parameters_are_rolled_back_to_the_newest_valid_state(session, saved, offered, expected):
     session.optimizer.state_averager.offered = offered
     if saved is not None:
-        checkpoints.save_checkpoint(session.folder, session.task, session.model, make_state(saved), {})
+        checkpoints.save_checkpoint(
+            session.recovery.folder, session.recovery.task, session.model, make_state(saved), {}
+        )
     spoil(session)
     assert session.after_local_step()
     assert session.model.weight[0, 0] == expected
 
 
-@pytest.mark.parametrize(("offered", "num_recoveries"), [(8, TrainingSession.MAX_RECOVERIES), (None, 0)])
+@pytest.mark.parametrize(("offered", "num_recoveries"), [(8, recovery.MAX_ATTEMPTS), (None, 0)])
 def test_recovery_ends_with_one_line(session, offered, num_recoveries):
     """If no state can be downloaded, or after several rollbacks without a global step."""
     session.optimizer.state_averager.offered = offered
@@ -139,13 +141,12 @@ def test_recovery_ends_with_one_line(session, offered, num_recoveries):
 
 
 def test_peer_without_a_name_gets_one_from_its_id(tmp_path):
-    session, stored = make_session(tmp_path, offered=None), {}
-    session.peer = storing_peer(stored)
-    session.publish()
+    stored: dict = {}
+    session = make_session(tmp_path, offered=None, peer=storing_peer(stored))
+    session.publisher.publish()
     assert stored["run_trainers"][b"key"].value["username"] == session.name == "peer-QmFake"
     session.status.close()
-    args = make_arguments(tmp_path, run_id="run", username="alice")
-    assert TrainingSession(FAKE_PEER, session.optimizer, session.task, session.model, args, bool).name == "alice"
+    assert make_session(tmp_path, offered=None, username="alice").name == "alice"
 
 
 def test_record_names_who_gave_samples_in_the_newest_rounds(session):
@@ -153,7 +154,7 @@ def test_record_names_who_gave_samples_in_the_newest_rounds(session):
     group = [f"Qm{number:07d}" for number in range(40)]
     for weights, members in (({}, group), ({group[0]: 64.0, group[1]: 1e-6}, group[:3]), ({}, group[2:4])):
         session.optimizer.on_round({"weights": weights, "group": members})
-    session.publish()
+    session.publisher.publish()
     names = session.stored["run_trainers"][b"key"].value["members"]
     assert len(names) == len(set(names)) == 32 and set(names[:2]) == {"0000002", "0000003"} and names[2] == "0000000"
 
@@ -184,7 +185,7 @@ def test_step_takes_two_records(session):
 
 def test_checkpoint_is_saved_every_so_many_global_steps(session, monkeypatch):
     saved = []
-    monkeypatch.setattr(session, "save_checkpoint", lambda: saved.append(step))
+    monkeypatch.setattr(session.recovery, "save_checkpoint", lambda: saved.append(step))
     session.args.backup_every_steps = 5
     for step in range(10, 21):
         session.steps = [StepRecord(step, Outcome.AVERAGED, 4)]
@@ -194,7 +195,7 @@ def test_checkpoint_is_saved_every_so_many_global_steps(session, monkeypatch):
 
 def test_global_step_ends_a_series_of_recoveries(session):
     """Otherwise the fourth rollback of a month would end the trainer."""
-    for step in range(10, 10 + 2 * session.MAX_RECOVERIES):
+    for step in range(10, 10 + 2 * recovery.MAX_ATTEMPTS):
         spoil(session)
         assert session.after_local_step()
         session.steps = [StepRecord(step, Outcome.AVERAGED, 4)]
@@ -230,7 +231,7 @@ def test_trainer_leaves_when_the_monitors_have_saved_the_last_step(
     if is_initial_peer:
         session.args.initial_peers = [f"/ip4/127.0.0.1/tcp/1/p2p/{peer}" for peer in (monitor, other)]
     else:
-        session.relay = SimpleNamespace(config=SimpleNamespace(organiser=monitor), publish=lambda: None)
+        session.publisher.relay = SimpleNamespace(config=SimpleNamespace(organiser=monitor), publish=lambda: None)
     monkeypatch.setattr(dht_records, "get_dictionary", read)
     session.args.max_global_steps, session.args.leave_timeout = 9, 90.0
     session.leave()
@@ -243,7 +244,9 @@ def test_trainer_leaves_when_the_monitors_have_saved_the_last_step(
 def test_trainer_waits_until_its_last_step_is_stored(session, error):
     """All peers leave in the evening: the DHT asks some that are gone, and the trainer ended before it was done."""
     session.peer.dht.store = Mock(**{"return_value.result.side_effect": error})
-    session.history.append(StepMetrics(step=9, samples_per_second=1.0, samples_accumulated=8, loss=3.0, mini_steps=1))
+    session.publisher.history.append(
+        StepMetrics(step=9, samples_per_second=1.0, samples_accumulated=8, loss=3.0, mini_steps=1)
+    )
     session.leave()
     (stored,) = session.peer.dht.store.call_args_list
     assert stored.args[0] == "run_trainers" and stored.args[1]["history"][-1][0] == 9
@@ -292,7 +295,9 @@ def test_trainers_that_all_leave_wait_until_a_monitor_has_their_last_step(sessio
         return {name: SimpleNamespace(value=value) for name, value in reports.items()}
 
     monkeypatch.setattr(dht_records, "get_dictionary", read)
-    session.relay = SimpleNamespace(config=SimpleNamespace(organiser=signer_of(subkey)), publish=lambda: None)
+    session.publisher.relay = SimpleNamespace(
+        config=SimpleNamespace(organiser=signer_of(subkey)), publish=lambda: None
+    )
     session.should_stop = lambda: True
     session.leave()
     assert session.stored["run_trainers"][b"key"].value["leaving"] == (other != "trains")
@@ -303,7 +308,9 @@ def test_stopped_trainer_waits_for_a_monitor_for_some_seconds_only(session, cloc
     subkey = RSASignatureValidator(RSAPrivateKey()).local_public_key
     status = SimpleNamespace(value={"stores_checkpoints": True, "checkpoint_step": 0})
     monkeypatch.setattr(dht_records, "get_dictionary", lambda _, key: {subkey: status} if "monitor" in key else {})
-    session.relay = SimpleNamespace(config=SimpleNamespace(organiser=signer_of(subkey)), publish=lambda: None)
+    session.publisher.relay = SimpleNamespace(
+        config=SimpleNamespace(organiser=signer_of(subkey)), publish=lambda: None
+    )
     session.should_stop, began_at = (lambda: True), clock.now
     session.leave()
     assert clock.now - began_at == LAST_STEP_SECONDS and "No monitor has saved step #9" in caplog.text
@@ -326,9 +333,12 @@ def test_trainer_ends_with_the_schedule(session, clock, monkeypatch, caplog, own
     session.status.record_local_step()
     session.optimizer.local_epoch = 12
     assert not session.after_local_step()
-    (session.folder / "checkpoint-12").mkdir(parents=True)
+    (session.recovery.folder / "checkpoint-12").mkdir(parents=True)
     session.leave()
-    assert f"Step #12 is the last of the schedule: the run has ended. The model is in '{session.folder}" in caplog.text
+    assert (
+        f"Step #12 is the last of the schedule: the run has ended. The model is in '{session.recovery.folder}"
+        in caplog.text
+    )
     assert caplog.text.count("Thank you") == 1
     assert session.stored["run_trainers"][b"key"].value["leaving"]
 
@@ -365,8 +375,8 @@ def test_trainer_goes_on_after_the_schedule_if_asked_to(session, monkeypatch):
 def test_peer_whose_gradients_all_overflow_is_told_what_to_do(session, monkeypatch, caplog, flags, has_bf16, remedy):
     """GradScaler leaves out each local step, and neither the optimizer nor the Trainer hears of it."""
     dtype = torch.float16 if flags == "fp16" else None
-    monkeypatch.setattr(session_module, "autocast_dtype", lambda args, device: dtype)
-    monkeypatch.setattr(session_module, "supports_bf16", lambda device: has_bf16)
+    monkeypatch.setattr(recovery, "autocast_dtype", lambda args, device: dtype)
+    monkeypatch.setattr(recovery, "supports_bf16", lambda device: has_bf16)
     for _ in range(49):
         session.after_local_step()
     assert "finite gradients" not in caplog.text
@@ -383,7 +393,7 @@ def test_peer_whose_gradients_all_overflow_is_told_what_to_do(session, monkeypat
 def test_parameters_are_read_once_they_have_changed(session, monkeypatch):
     """The check waits for the GPU and reads all. Local steps between two global ones change none."""
     checks = []
-    monkeypatch.setattr(session_module, "all_finite", lambda tensors: checks.append(True) or True)
+    monkeypatch.setattr(recovery, "all_finite", lambda tensors: checks.append(True) or True)
     for _ in range(10):
         session.after_local_step()
     assert len(checks) == 1

@@ -1,0 +1,80 @@
+"""What a trainer tells the user, the monitor and its log about each global step."""
+
+import itertools
+import random
+from collections import deque
+
+from hivemind.utils import MPFuture, get_logger
+
+from cotrain.common.json_file import JsonLinesFile
+from cotrain.common.names import short
+from cotrain.dht.metrics_schema import StepMetrics, history_length
+from cotrain.dht.run_records import MAX_MEMBERS, TrainerRecord
+from cotrain.peer.run_config import RunConfigRelay
+from cotrain.status.status_keeper import StatusKeeper
+from peerstep.clock import run_time
+from peerstep.coordinator import StepRecord
+from peerstep.swarm import Swarm
+
+logger = get_logger(__name__)
+
+NAMED_ROUNDS = 16  # whose members a peer names in its record
+
+
+class Publisher:
+    """Publishes this peer's record, which has its metrics of the newest global steps and who was in its rounds."""
+
+    def __init__(self, name: str, peer: Swarm, relay: RunConfigRelay, status: StatusKeeper):
+        self.name, self.peer, self.relay, self.status = name, peer, relay, status
+        self.args, self.optimizer = status.args, status.optimizer
+        self.history: deque[StepMetrics] = deque(maxlen=history_length())  # for monitors that missed steps
+        self._rounds = JsonLinesFile(status.folder / "rounds.jsonl", max_bytes=16 * 2**20)
+        self._members: deque[list[str]] = deque(maxlen=NAMED_ROUNDS)
+        self.optimizer.on_round = self._record_round
+
+    def _record_round(self, entry: dict) -> None:
+        """Log a round, and keep who gave samples in it; of a peer that reduced nothing, the whole group."""
+        names = [name for name, samples in entry["weights"].items() if samples >= 1] or entry["group"]
+        self._members.append(random.sample(names, len(names)))
+        self._rounds.write(entry)
+
+    def report(self, record: StepRecord) -> StepMetrics:
+        """Log a global step and publish this peer's metrics for it, which are returned.
+
+        If two global steps complete within one local step, the first one has all of the loss.
+        """
+        loss, mini_steps = self.status.loss_meter.pop()
+        samples_per_second = self.status.speed = float(self.optimizer.local_progress.samples_per_second)
+        logger.info(f"Step #{record.step}")
+        logger.info(f"Your current contribution: {self.status.applied} samples")
+        logger.info(f"Performance: {samples_per_second:.3f} samples/sec")
+        if mini_steps:
+            logger.info(f"Local loss: {loss / mini_steps:.5f}")
+            self.status.record_loss(loss / mini_steps)
+        values = {"samples_accumulated": record.samples, "loss": loss, "mini_steps": mini_steps}
+        values |= {"step": record.step, "samples_per_second": samples_per_second, "time": record.time}
+        self.history.append(StepMetrics(**values))
+        self.publish()
+        return self.history[-1]
+
+    def publish(self, leaving: bool = False) -> MPFuture:
+        """Publish this peer's record, and the settings of the run. Does not wait for the result.
+
+        :param leaving: whether this peer waits for a monitor to save the last step
+        """
+        pace, (computed, applied) = self.optimizer.pace, self.status.recent_samples()
+        members = dict.fromkeys(map(short, itertools.chain(*reversed(self._members.copy()))))
+        record = TrainerRecord(
+            username=self.name,
+            leaving=leaving,
+            history=[entry.to_row() for entry in self.history],
+            rounds=len(pace.recent_rounds),
+            complete=sum(pace.recent_rounds),
+            computed=computed,
+            applied=applied,
+            averaging=pace.averaging_share,
+            members=list(members)[:MAX_MEMBERS],
+        )
+        self.relay.publish()
+        key, end = f"{self.args.run_id}_trainers", run_time() + self.args.statistics_expiration
+        return self.peer.dht.store(key, record.dict(), end, subkey=self.peer.public_key, return_future=True)
