@@ -29,16 +29,16 @@ from tqdm.auto import tqdm
 
 from cotrain.common.errors import run_script
 from cotrain.common.flags import ArgumentsError, Flags, flag, parse_size, require, require_apart
-from cotrain.data.corpus import Corpus, open_corpus, read_corpus
 from cotrain.data.manifest import Manifest
 from cotrain.models.objectives import DEFAULT_OBJECTIVE, OBJECTIVES
 from cotrain.models.weights import weight_files
 from cotrain.options import DATASET_FOLDERS
+from cotrain.preparation.corpus import Corpus, open_corpus, read_corpus
 from cotrain.settings import BASE_FOLDER
 
 # The rest is imported where it is used: datasets and transformers take seconds, for which --help need not wait.
 
-LANGUAGES = Path(__file__).parent / "cotrain/data/languages.txt"  # with sentences, by code
+LANGUAGES = Path(__file__).parent / "cotrain/preparation/languages.txt"  # with sentences, by code
 BYTES_PER_CHARACTER = 1.5  # of samples: 4.6 characters of English are a token of 7 bytes, for clm of 5
 LARGE = 1e9  # bytes of an archive, from which on shards shorten the start of a trainer
 
@@ -164,7 +164,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: an exception, which removes temporary files
     from cotrain.data.archive import DATASET, TOKENIZER, write_archive
     from cotrain.data.archive_folders import write_receipt
-    from cotrain.data.preparation import summarize
+    from cotrain.preparation.saving import summarize
 
     started = time.perf_counter()
     print(summarize(prepare(args)))
@@ -215,10 +215,10 @@ def describe_files(value: object) -> list[tuple[str, int, int]]:
 def prepare(args: TokenizationArguments) -> Manifest:
     """Make dataset, tokenizer and manifest, or shards."""
     from cotrain.common.atomic_files import check_target, new_folder
-    from cotrain.data.packing import PackingConfig
-    from cotrain.data.preparation import open_encoder, save_dataset
-    from cotrain.data.tokenizers import check_losses
     from cotrain.models.vocabulary import tokenizer_sha256, vocabulary_size
+    from cotrain.preparation.lost_text import check_losses
+    from cotrain.preparation.packing import PackingConfig
+    from cotrain.preparation.saving import open_encoder, save_dataset
 
     # Fail early: check outputs first, then inputs.
     part_chars = math.inf
@@ -270,8 +270,8 @@ def prepare(args: TokenizationArguments) -> Manifest:
 
 def open_source(args: TokenizationArguments, work: Path):
     """Return the source of the text, or of the conversations, that the flags name."""
-    from cotrain.data.chat_shapes import ChatReader
-    from cotrain.data.sources import open_dataset, open_files, open_sample
+    from cotrain.preparation.chat_shapes import ChatReader
+    from cotrain.preparation.sources import open_dataset, open_files, open_sample
 
     column = ChatReader(args.train_on, args.chosen_only) if args.objective == "chat" else args.text_column
     if args.sample:
@@ -289,10 +289,10 @@ def open_source(args: TokenizationArguments, work: Path):
 
 def build_tokenizer(args: TokenizationArguments, corpus: dict[str, Corpus], folder: Path | None) -> None:
     """Train or load the tokenizer, check its special tokens, and save it in a folder unless it is there."""
-    from cotrain.data.conversations import drop_reasoning, report_begin, set_end_of_turn
-    from cotrain.data.preparation import GROUP_CHARS
-    from cotrain.data.tokenizer_training import TRAINING_CHARS, train_tokenizer
     from cotrain.data.tokenizers import check_special_tokens, load_tokenizer
+    from cotrain.preparation.conversations import drop_reasoning, report_begin, set_end_of_turn
+    from cotrain.preparation.saving import GROUP_CHARS
+    from cotrain.preparation.tokenizer_training import TRAINING_CHARS, train_tokenizer
 
     if args.train_tokenizer:
         # Of all splits: without the characters of the validation text, these would be unknown in small texts.

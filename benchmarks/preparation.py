@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import psutil
 
 from benchmarks.process_usage import measure_cpu, measure_memory
-from cotrain.data.sources import open_sample
+from cotrain.preparation.sources import open_sample
 from tests.support.peers import LOCAL, ROOT, Script, Scripts, prepare_data
 
 VOCAB_SIZE = 3000  # more than the sample text has cannot be trained

@@ -17,8 +17,8 @@ import torch
 from scipy import stats
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cotrain.data.conversations import encode_conversation, set_end_of_turn
-from cotrain.data.packing import pack_conversations
+from cotrain.preparation.conversations import encode_conversation, set_end_of_turn
+from cotrain.preparation.packing import pack_conversations
 from tests.support.conversations import chat, make_chat_tokenizer
 
 LENGTH, PEERS = 768, (1, 1, 2, 4)

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cotrain.common.errors import UserError, first_line
 from cotrain.data.manifest import REMEDY, Manifest
-from cotrain.data.packing import SCHEMAS
+from cotrain.data.schemas import SCHEMAS
 from cotrain.models.objectives import SPLITS
 from cotrain.models.vocabulary import tokenizer_sha256, vocabulary_size
 

@@ -1,7 +1,7 @@
 """Training objectives: what data preparation and the builders of models need to know of each.
 
 transformers' tables say which model types an objective trains. A new objective also needs packing of its samples
-(cotrain/data/packing.py) and a task (cotrain/tasks/text.py), which the properties below select.
+(cotrain/preparation/packing.py) and a task (cotrain/tasks/text.py), which the properties below select.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ class Objective:
     """A training objective.
 
     :param description: text for the model card and --help
-    :param columns: columns of the prepared data, in this order; their types are in cotrain/data/packing.py
+    :param columns: columns of the prepared data, in this order; their types are in cotrain/data/schemas.py
     :param model_classes: model type -> transformers' class that trains it and loads its checkpoints; or the name of
         such a table in transformers.models.auto.modeling_auto, whose import takes seconds
     :param is_causal: whether the model predicts each next token, instead of masked tokens

@@ -16,12 +16,12 @@ from transformers import (
 )
 
 from cotrain.common.errors import UserError, describe
-from cotrain.data.conversations import encode_question
-from cotrain.data.encoding import TextEncoder, leading_ids
 from cotrain.models.model import get_objective, max_tokens
 from cotrain.models.objectives import OBJECTIVES
 from cotrain.monitoring.contributors import one_line
 from cotrain.monitoring.reporters import Reporters
+from cotrain.preparation.conversations import encode_question
+from cotrain.preparation.encoding import TextEncoder, leading_ids
 from cotrain.task import Task
 from cotrain.tasks.text import TextTask
 

@@ -42,10 +42,10 @@ from cotrain.data.archive_folders import RECEIPT
 from cotrain.data.download import fetch_data
 from cotrain.data.loading import load_split
 from cotrain.data.manifest import Manifest
-from cotrain.data.packing import SCHEMAS
-from cotrain.data.preview import PREVIEW_NAME
+from cotrain.data.schemas import SCHEMAS
 from cotrain.models.objectives import SPLITS
 from cotrain.options import NOTHING, Adopted
+from cotrain.preparation.preview import PREVIEW_NAME
 from cotrain.settings import BASE_FOLDER
 from tests.support.peers import wait_until
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from cotrain.data.loading import FREE_BATCHES, check_samples, open_samples
-from cotrain.data.packing import SCHEMAS
+from cotrain.data.schemas import SCHEMAS
 
 SCHEMA = SCHEMAS["clm"]
 ROWS = pa.record_batch([pa.array([[1, 1]] * 100, field.type) for field in SCHEMA], schema=SCHEMA)

@@ -19,16 +19,17 @@ import tokenize_wikitext103
 from arguments import DatasetArguments, ModelArguments
 from cotrain.common.errors import UserError
 from cotrain.common.flags import parse_size
-from cotrain.data import download, preparation, sampler, shards
+from cotrain.data import download, sampler, shards
 from cotrain.data.archive import DATASET, TOKENIZER, file_sha256, write_archive
-from cotrain.data.corpus import open_corpus, read_corpus
 from cotrain.data.download import fetch_data
 from cotrain.data.loading import load_split
 from cotrain.data.manifest import FORMAT_VERSION, Manifest
 from cotrain.data.sampler import PeerSampler
 from cotrain.data.shards import ShardCache, ShardedSamples
-from cotrain.data.sources import open_dataset
 from cotrain.options import NOTHING
+from cotrain.preparation import saving
+from cotrain.preparation.corpus import open_corpus, read_corpus
+from cotrain.preparation.sources import open_dataset
 from peerstep.threads import PeriodicThread
 from tests.data.test_download import Host
 from tests.support.peers import wait_until
@@ -124,7 +125,7 @@ def test_shards_have_the_samples_of_the_archive(tmp_path):
 
 @pytest.mark.programs
 def test_interrupted_preparation_continues(tmp_path, public, monkeypatch, capsys):
-    packed, pack = [], preparation.write_archive
+    packed, pack = [], saving.write_archive
 
     def interrupt(path: Path, folders: dict[str, Path]) -> str:
         packed.append(path.name)
@@ -132,7 +133,7 @@ def test_interrupted_preparation_continues(tmp_path, public, monkeypatch, capsys
             raise KeyboardInterrupt
         return pack(path, folders)
 
-    monkeypatch.setattr(preparation, "write_archive", interrupt)
+    monkeypatch.setattr(saving, "write_archive", interrupt)
     with pytest.raises(KeyboardInterrupt):
         prepare(tmp_path)
     assert not (tmp_path / "public/data.tar.gz").exists()

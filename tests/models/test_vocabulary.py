@@ -13,14 +13,14 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 import tokenize_wikitext103
 from arguments import ModelArguments
 from cotrain.common.errors import UserError
-from cotrain.data import preparation
 from cotrain.data.loading import check_dataset, load_manifest, load_split
 from cotrain.data.tokenizers import load_tokenizer
 from cotrain.models.config import find_model_classes
 from cotrain.models.model import load_config, max_tokens, set_special_tokens
 from cotrain.models.vocabulary import vocabulary_size
 from cotrain.options import NOTHING
-from tests.data.test_tokenize_script import arguments
+from cotrain.preparation import saving
+from tests.preparation.test_tokenize_script import arguments
 from tests.support.models import build_model
 from tests.support.peers import ROOT
 
@@ -70,7 +70,7 @@ def test_vocabulary_with_repeated_lines_or_gaps(make, objective, size, tmp_path)
 
 
 def test_data_with_ids_outside_of_the_vocabulary_is_not_published(tmp_path, monkeypatch):
-    monkeypatch.setattr(preparation, "vocabulary_size", len)
+    monkeypatch.setattr(saving, "vocabulary_size", len)
     flags = {"objective": "mlm", "tokenizer": str(repeated_lines(tmp_path / "published")), "train_tokenizer": False}
     with pytest.raises(UserError, match="does not keep to its vocabulary"):
         tokenize_wikitext103.prepare(arguments(tmp_path, **flags, allow_lost_text=True))

@@ -17,10 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 import export_model
 from arguments import DatasetArguments
 from cotrain.common.errors import run_script
-from cotrain.data.conversations import set_end_of_turn
 from cotrain.models.model import load_config
 from cotrain.monitoring.export import read_template
 from cotrain.options import NOTHING
+from cotrain.preparation.conversations import set_end_of_turn
 from cotrain.tasks.task_loading import build_initial_model
 from cotrain.tasks.text import TextTask
 from cotrain.training import pretrained

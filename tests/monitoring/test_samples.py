@@ -19,10 +19,10 @@ from transformers import AutoConfig, GPT2LMHeadModel, PreTrainedTokenizerFast
 import generate
 from arguments import DatasetArguments
 from cotrain.common.errors import UserError, run_script
-from cotrain.data.conversations import set_end_of_turn
 from cotrain.models.model import load_config
 from cotrain.monitoring.samples import build_pipeline, check_text, complete, fill_masks, report_samples
 from cotrain.options import NOTHING
+from cotrain.preparation.conversations import set_end_of_turn
 from cotrain.tasks.task_loading import build_initial_model
 from cotrain.tasks.text import TextTask
 from cotrain.training.pretrained import load_checkpoint

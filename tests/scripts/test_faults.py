@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoModelForPreTraining
 
 from cotrain.common.errors import TEMPORARY
-from cotrain.data.sources import open_sample
+from cotrain.preparation.sources import open_sample
 from cotrain.training.checkpoints import STATE_FILE, list_checkpoints, load_training_state
 from tests.support.altered import IN_THE_MIDDLE
 from tests.support.peers import LONG_STEPS, steps_of, wait_until

@@ -8,13 +8,14 @@ import torch
 from datasets import Dataset
 
 from arguments import ModelArguments
-from cotrain.data.conversations import encode_conversation, read_conversations, set_end_of_turn
-from cotrain.data.packing import SCHEMAS, pack_conversations
 from cotrain.data.sampler import PeerSampler
+from cotrain.data.schemas import SCHEMAS
 from cotrain.models.model import get_objective, initialize_model, load_config
 from cotrain.models.objectives import OBJECTIVES
 from cotrain.monitoring.samples import build_pipeline, check_text, complete, continue_text
 from cotrain.options import NOTHING
+from cotrain.preparation.conversations import encode_conversation, read_conversations, set_end_of_turn
+from cotrain.preparation.packing import pack_conversations
 from cotrain.status.loss_meter import LossMeter
 from cotrain.tasks.text import TextTask, keeps_apart, match_answers
 from cotrain.training.loop import TrainingLoop

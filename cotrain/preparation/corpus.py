@@ -15,8 +15,8 @@ import pyarrow.compute as pc
 from tqdm.auto import tqdm
 
 from cotrain.common.errors import UserError
-from cotrain.data.chat_shapes import ChatReader
 from cotrain.models.objectives import SPLITS
+from cotrain.preparation.chat_shapes import ChatReader
 
 # Maximum sizes, so that a file with a single long line needs no more memory or time than any other. The time of
 # sentencex is quadratic in the length of a line: 5 ms for 20,000 characters, 12 s for 1,000,000. The longest articles
@@ -38,7 +38,7 @@ LAYOUTS = {
 
 
 class Conversation(str):
-    """A row that is a document as it is: JSON in one line, see cotrain/data/conversations.py."""
+    """A row that is a document as it is: JSON in one line, see cotrain/preparation/conversations.py."""
 
 
 @dataclass(frozen=True)

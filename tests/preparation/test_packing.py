@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotrain.data import corpus
-from cotrain.data.corpus import Documents, find_layout, hold_out, split_documents
-from cotrain.data.encoding import TextEncoder
-from cotrain.data.packing import (
+from cotrain.preparation import corpus
+from cotrain.preparation.corpus import Documents, find_layout, hold_out, split_documents
+from cotrain.preparation.encoding import TextEncoder
+from cotrain.preparation.packing import (
     SCHEMAS,
     PackingConfig,
     build_samples,
@@ -21,8 +21,8 @@ from cotrain.data.packing import (
     pack_pairs,
     split_sentences,
 )
-from cotrain.data.sources import open_sample
-from cotrain.data.tokenizer_training import train_tokenizer
+from cotrain.preparation.sources import open_sample
+from cotrain.preparation.tokenizer_training import train_tokenizer
 
 CLS, SEP = 2, 3
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-from cotrain.data.chat_shapes import drop_nulls
+from cotrain.preparation.chat_shapes import drop_nulls
 
 ROW_LINES = 20  # in a row of CSV of more lines a quotation mark may not be closed
 

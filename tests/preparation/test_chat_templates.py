@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cotrain.common.errors import UserError
-from cotrain.data.chat_template import ChatText
-from cotrain.data.conversations import (
+from cotrain.preparation.chat_template import ChatText
+from cotrain.preparation.conversations import (
     NO_REASONING,
     drop_reasoning,
     encode_conversation,

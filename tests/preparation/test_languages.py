@@ -15,9 +15,9 @@ from transformers import AutoTokenizer, BertTokenizer
 import tokenize_wikitext103
 from cotrain.common.errors import UserError
 from cotrain.data.loading import load_split
-from cotrain.data.packing import split_sentences
 from cotrain.models.objectives import OBJECTIVES, SPLITS
-from tests.data.test_tokenize_script import arguments
+from cotrain.preparation.packing import split_sentences
+from tests.preparation.test_tokenize_script import arguments
 
 LANGUAGES = ["en", "de", "fr", "vi", "tr", "ru", "el", "ar", "fa", "he", "hi", "bn", "ta", "th", "ja", "ko", "zh"]
 

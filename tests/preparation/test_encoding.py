@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 from tokenizers import trainers
 from transformers import BertTokenizer, PreTrainedTokenizerFast
 
-from cotrain.data import encoding
-from cotrain.data.corpus import split_documents
-from cotrain.data.encoding import TextEncoder
-from cotrain.data.sources import open_sample
-from cotrain.data.tokenizer_training import train_tokenizer
+from cotrain.preparation import encoding
+from cotrain.preparation.corpus import split_documents
+from cotrain.preparation.encoding import TextEncoder
+from cotrain.preparation.sources import open_sample
+from cotrain.preparation.tokenizer_training import train_tokenizer
 
 # Pieces that break encoders: white space of all kinds, special tokens, accents with and without a letter, characters
 # of no width, ligatures that are several words, scripts without spaces, emoji of several characters.

@@ -10,14 +10,14 @@ from datasets import Dataset, DatasetDict
 
 import tokenize_wikitext103
 from cotrain.common.errors import UserError
-from cotrain.data.chat_shapes import ChatReader
-from cotrain.data.conversations import encode_conversation, read_conversations
 from cotrain.data.loading import load_split
-from cotrain.data.preview import PREVIEW_NAME
-from cotrain.data.sources import open_files
 from cotrain.data.tokenizers import load_tokenizer
-from tests.data.test_conversations import learn, prepare_tokenizer
-from tests.data.test_tokenize_script import arguments
+from cotrain.preparation.chat_shapes import ChatReader
+from cotrain.preparation.conversations import encode_conversation, read_conversations
+from cotrain.preparation.preview import PREVIEW_NAME
+from cotrain.preparation.sources import open_files
+from tests.preparation.test_conversations import learn, prepare_tokenizer
+from tests.preparation.test_tokenize_script import arguments
 from tests.support.conversations import chat, make_chat_tokenizer
 
 CALL = {"type": "function", "function": {"name": "get", "arguments": {"city": "Oslo"}}}

@@ -18,9 +18,9 @@ import zstandard
 from pyarrow import parquet
 
 from cotrain.common.errors import UserError
-from cotrain.data import sources
-from cotrain.data.corpus import Source, open_corpus, read_corpus
-from cotrain.data.sources import open_dataset, open_files
+from cotrain.preparation import sources
+from cotrain.preparation.corpus import Source, open_corpus, read_corpus
+from cotrain.preparation.sources import open_dataset, open_files
 
 DOCUMENTS = ["A café, said “he”.\nIt costs 5 €.", "def f(x):\n    return x", "Three", "Four"]
 TEXT = "\n\n".join(DOCUMENTS)
@@ -259,7 +259,7 @@ def test_the_first_files_are_printed(tmp_path, capsys, name):
 
 
 def test_a_long_file_is_divided_at_line_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr("cotrain.data.corpus.MAX_DOCUMENT_CHARS", 100)
+    monkeypatch.setattr("cotrain.preparation.corpus.MAX_DOCUMENT_CHARS", 100)
     write(tmp_path, {"novel.txt": NOVEL.encode(), "x.txt": b"x" * 250})
     documents = read(tmp_path, "*.txt", has_lines=False)
     assert max(map(len, documents)) == 100 and sum(map(len, documents)) == len(NOVEL) + 250

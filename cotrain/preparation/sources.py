@@ -20,11 +20,11 @@ import datasets
 import fsspec
 
 from cotrain.common.errors import UserError, first_line
-from cotrain.data.chat_shapes import ChatReader
-from cotrain.data.conversations import read_conversations
-from cotrain.data.corpus import Source
-from cotrain.data.tables import read_csv, read_dataset, read_json
 from cotrain.models.objectives import SPLITS
+from cotrain.preparation.chat_shapes import ChatReader
+from cotrain.preparation.conversations import read_conversations
+from cotrain.preparation.corpus import Source
+from cotrain.preparation.tables import read_csv, read_dataset, read_json
 
 # Kinds of files by name, without .gz and the like; other files are text.
 _KINDS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".tsv": "csv"}

@@ -16,15 +16,9 @@ import numpy as np
 import pyarrow as pa
 import sentencex
 
-from cotrain.data.encoding import TextEncoder, leading_ids
+from cotrain.data.schemas import SCHEMAS
 from cotrain.models.objectives import DEFAULT_OBJECTIVE, OBJECTIVES
-
-# Token ids need 16 to 18 bits; masks and labels fit into a byte.
-_TYPES = {"input_ids": pa.list_(pa.int32()), "sentence_order_label": pa.int8()}  # of others: pa.list_(pa.int8())
-SCHEMAS = {
-    name: pa.schema({column: _TYPES.get(column, pa.list_(pa.int8())) for column in objective.columns})
-    for name, objective in OBJECTIVES.items()
-}
+from cotrain.preparation.encoding import TextEncoder, leading_ids
 
 # Lines, or 20,000 characters of one, cut at spaces if possible: the time of sentencex is quadratic in the length.
 _LINES = re.compile(r"[^\n]{1,20000}$|[^\n]{1,19999} |[^\n]{1,20000}", re.MULTILINE)

@@ -20,16 +20,17 @@ from cotrain.common.atomic_files import temporary_folder
 from cotrain.common.errors import UserError
 from cotrain.common.json_file import JsonLinesFile, read_records
 from cotrain.data.archive import DATASET, write_archive
-from cotrain.data.chat_shapes import report_left_out
-from cotrain.data.conversations import encode_conversation
-from cotrain.data.corpus import Corpus, Documents
-from cotrain.data.encoding import TextEncoder
 from cotrain.data.loading import check_samples, open_samples
 from cotrain.data.manifest import Manifest, Shard
-from cotrain.data.packing import SCHEMAS, PackingConfig, PackingStats, build_samples
-from cotrain.data.preview import show_preview
+from cotrain.data.schemas import SCHEMAS
 from cotrain.data.tokenizers import load_tokenizer
 from cotrain.models.vocabulary import vocabulary_size
+from cotrain.preparation.chat_shapes import report_left_out
+from cotrain.preparation.conversations import encode_conversation
+from cotrain.preparation.corpus import Corpus, Documents
+from cotrain.preparation.encoding import TextEncoder
+from cotrain.preparation.packing import PackingConfig, PackingStats, build_samples
+from cotrain.preparation.preview import show_preview
 from peerstep.processes import leave_with_parent
 
 # Characters that a worker tokenizes and packs at once. It is not the number of workers that decides what is in a

@@ -11,10 +11,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from cotrain.common.errors import INSTALL, UserError, first_line
-from cotrain.data.chat_shapes import ChatReader
-from cotrain.data.chat_template import ChatText, find_reasoning
-from cotrain.data.corpus import Conversation
-from cotrain.data.encoding import leading_ids
+from cotrain.preparation.chat_shapes import ChatReader
+from cotrain.preparation.chat_template import ChatText, find_reasoning
+from cotrain.preparation.corpus import Conversation
+from cotrain.preparation.encoding import leading_ids
 
 # A default, which a caller may change
 NO_REASONING = "{%- set enable_thinking = enable_thinking | default(false) -%}"

@@ -21,16 +21,16 @@ import tokenize_wikitext103
 from arguments import DatasetArguments
 from cotrain.common.atomic_files import new_file, new_folder, temporary_folder
 from cotrain.common.errors import UserError
-from cotrain.data import preparation
 from cotrain.data.archive import DATASET, TOKENIZER, file_sha256, write_archive
-from cotrain.data.corpus import split_documents
 from cotrain.data.loading import load_split
 from cotrain.data.manifest import Manifest
-from cotrain.data.packing import SCHEMAS
-from cotrain.data.sources import open_sample
-from cotrain.data.tokenizer_training import train_tokenizer
+from cotrain.data.schemas import SCHEMAS
 from cotrain.models.objectives import OBJECTIVES, SPLITS
 from cotrain.models.vocabulary import tokenizer_sha256
+from cotrain.preparation import saving
+from cotrain.preparation.corpus import split_documents
+from cotrain.preparation.sources import open_sample
+from cotrain.preparation.tokenizer_training import train_tokenizer
 from cotrain.training.workload import load_workload
 from tests.support.fakes import make_arguments, make_text_task
 from tests.support.peers import ROOT, TINY_ALBERT
@@ -116,7 +116,7 @@ def test_each_model_family(tmp_path, objective, tokenizer_class, special_ids):
 @pytest.mark.programs
 def test_the_number_of_processes_does_not_matter(tmp_path, monkeypatch):
     # Several groups of documents even in this small text, so that the work is divided.
-    monkeypatch.setattr(preparation, "GROUP_CHARS", 40_000)
+    monkeypatch.setattr(saving, "GROUP_CHARS", 40_000)
     for num_proc in (1, 2):
         tokenize_wikitext103.prepare(arguments(tmp_path / str(num_proc), num_proc=num_proc))
     assert contents(tmp_path / "1") == contents(tmp_path / "2")  # byte for byte, including tokenizer and manifest

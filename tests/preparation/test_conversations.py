@@ -14,15 +14,15 @@ from pyarrow import parquet
 
 import tokenize_wikitext103
 from cotrain.common.errors import UserError
-from cotrain.data.chat_shapes import ChatReader
-from cotrain.data.conversations import encode_conversation, read_conversations, set_end_of_turn
-from cotrain.data.encoding import TextEncoder
 from cotrain.data.loading import check_dataset, load_split
 from cotrain.data.manifest import Manifest
-from cotrain.data.packing import PackingConfig, build_samples, pack_conversations
-from cotrain.data.sources import open_files
 from cotrain.data.tokenizers import load_tokenizer
-from tests.data.test_tokenize_script import arguments
+from cotrain.preparation.chat_shapes import ChatReader
+from cotrain.preparation.conversations import encode_conversation, read_conversations, set_end_of_turn
+from cotrain.preparation.encoding import TextEncoder
+from cotrain.preparation.packing import PackingConfig, build_samples, pack_conversations
+from cotrain.preparation.sources import open_files
+from tests.preparation.test_tokenize_script import arguments
 from tests.support.conversations import chat, make_chat_tokenizer
 
 
@@ -275,7 +275,7 @@ def conversations(tmp_path) -> dict:
 
 
 def test_the_script_prepares_conversations(tmp_path, conversations, monkeypatch, capsys):
-    monkeypatch.setattr("cotrain.data.preparation.GROUP_CHARS", 5_000)
+    monkeypatch.setattr("cotrain.preparation.saving.GROUP_CHARS", 5_000)
     tokenize_wikitext103.prepare(arguments(tmp_path, **conversations))
     assert "200 documents of train text, one in each row" in capsys.readouterr().out
     manifest = Manifest.load(tmp_path / "dataset")
