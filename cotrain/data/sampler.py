@@ -4,6 +4,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sized
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +20,42 @@ LOOK_PERIOD = 0.2
 PATIENCE = 20.0  # seconds of waiting for a shard, after which samples of others are repeated
 
 
+class PassOrder:
+    """Random order of the samples in one pass: an order of the shards, of which data that is not in shards has one.
+
+    With W shards in the window, a shard is divided among W stages: each stage mixes parts of W shards, and needs one
+    new shard. So the first stage needs one shard alone.
+
+    :param key: the peer ID, the seed and the number of the pass, on which the order depends
+    """
+
+    def __init__(self, sizes: list[int], window: int, *key: object):
+        self.sizes, self.window, self._key = sizes, window, key
+        self.starts = [0, *itertools.accumulate(sizes)]
+        self.shards = self.generator().permutation(len(sizes)).tolist()
+        self.num_stages = len(sizes) + window - 1
+
+    def generator(self, *parts: object) -> np.random.Generator:
+        return np.random.default_rng(derive_seed(*self._key, *parts))
+
+    def divide(self, stage: int) -> tuple[int, list[tuple[int, int, int]]]:
+        """Return what a stage mixes: shards, each with the bounds of its part; and how often the data has ended."""
+        repetition, newest = divmod(stage, self.num_stages)
+        parts = [(self.shards[newest - k], k) for k in range(self.window) if 0 <= newest - k < len(self.shards)]
+        bounds = [(x, self.sizes[x] * k // self.window, self.sizes[x] * (k + 1) // self.window) for x, k in parts]
+        return repetition, bounds
+
+    def find_stage(self, position: int) -> tuple[int, int]:
+        """Return the stage of a position, and the number of samples before it in the stage."""
+        for stage in itertools.count():
+            length = sum(stop - start for _, start, stop in self.divide(stage)[1])
+            if position < length:
+                return stage, position
+            position -= length
+
+
 class PeerSampler(Sampler):
     """Samples in a random order that differs between peers and passes: each once in a pass, also after restarts.
-
-    The order depends on the peer ID, the seed and the number of the pass. It is one of the shards, of which data that
-    is not in shards has one. With W shards in the window, a shard is divided among W stages: each stage mixes parts of
-    W shards, and needs one new shard. So the first stage needs one shard alone.
 
     Samples are marked as used in blocks before they are used. After a restart, the rest of a block is left out until
     the next pass; none is repeated.
@@ -45,71 +76,53 @@ class PeerSampler(Sampler):
         path: Path | None = None,
         should_stop: Callable[[], bool] = bool,
     ):
-        self.length, self.peer_id, self.seed, self.should_stop = len(samples), peer_id, seed, should_stop
-        self.step_size, self.file = batch_size_per_step, None if path is None else JsonFile(path)
-        self.pass_length = max(1, self.length // batch_size_per_step) * batch_size_per_step
+        self.step_size, self.should_stop = batch_size_per_step, should_stop
+        self.file = None if path is None else JsonFile(path)
         self.cache = samples.open_cache() if hasattr(samples, "open_cache") else None
-        self.sizes = [self.length] if self.cache is None else [shard.samples for shard in self.cache.shards]
-        self.starts = [0, *itertools.accumulate(self.sizes)]
-        self.window = 1 if self.cache is None else self.cache.window
-        self.passes, self.position, self._marked = 0, 0, 0
+        sizes = [len(samples)] if self.cache is None else [shard.samples for shard in self.cache.shards]
+        window = 1 if self.cache is None else self.cache.window
+        self._draw = partial(PassOrder, sizes, window, peer_id, seed)
+        self.passes = self.position = self._marked = 0
+        self.order = self._draw(0)
         if self.file is not None and (kept := self.file.load(lambda kept: tuple(map(int, kept)))):
             self.passes, self.position, *data = kept
-            self._marked = self.position
-            if self.position >= self.pass_length or data != [self.length, self.window]:  # of another order
-                self.passes, self.position, self._marked = self.passes + 1, 0, 0
+            self._marked, self.order = self.position, self._draw(self.passes)
+            if self.position >= len(self) or data != [len(samples), window]:  # of another order
+                self._begin_pass()
         self.began, self.waited, self.num_repeated = time.monotonic(), 0.0, 0
-        self._order, self._plan, self._last_shards = self._draw_order(self.passes), [], []
+        self._plan: list[int] = []
+        self._last_shards: list[int] = []
         if self.cache is not None:
             self._last_shards = sorted(self.cache.here)[:1]  # one stays: the host may be away
-            self._ask(self._find_stage()[0])
+            self._ask(self.order.find_stage(self.position)[0])
             self.cache.start()
 
     def __len__(self) -> int:
-        return self.pass_length
+        return max(1, self.order.starts[-1] // self.step_size) * self.step_size
 
-    def _generator(self, *parts: object) -> np.random.Generator:
-        return np.random.default_rng(derive_seed(self.peer_id, self.seed, *parts))
-
-    def _draw_order(self, number: int) -> list[int]:
-        """Return the order of the shards in a pass."""
-        return self._generator(number).permutation(len(self.sizes)).tolist()
-
-    def _divide(self, stage: int) -> tuple[int, list[tuple[int, int, int]]]:
-        """Return what a stage mixes: shards, each with the bounds of its part; and how often the data has ended."""
-        repetition, newest = divmod(stage, len(self._order) + self.window - 1)
-        parts = [(self._order[newest - k], k) for k in range(self.window) if 0 <= newest - k < len(self._order)]
-        bounds = [(x, self.sizes[x] * k // self.window, self.sizes[x] * (k + 1) // self.window) for x, k in parts]
-        return repetition, bounds
-
-    def _find_stage(self) -> tuple[int, int]:
-        """Return the stage of the position, and the number of samples before it in the stage."""
-        skipped = self.position
-        for stage in itertools.count():
-            length = sum(stop - start for _, start, stop in self._divide(stage)[1])
-            if skipped < length:
-                return stage, skipped
-            skipped -= length
+    def _begin_pass(self) -> None:
+        self.passes, self.position, self._marked = self.passes + 1, 0, 0
+        self.order = self._draw(self.passes)
 
     def __iter__(self) -> Iterator[int]:
-        if self.position >= self.pass_length:
-            self.passes, self.position, self._marked = self.passes + 1, 0, 0
-            self._order = self._draw_order(self.passes)
-        first, skipped = self._find_stage()
+        if self.position >= len(self):
+            self._begin_pass()
+        order = self.order
+        first, skipped = order.find_stage(self.position)
         for stage in itertools.count(first):
             if self.cache is not None:
                 yield from self._await_shards(stage)
-            numbers, (repetition, bounds) = [], self._divide(stage)
+            numbers, (repetition, bounds) = [], order.divide(stage)
             for shard, start, stop in bounds:
                 source = next(x for x in [shard, *self._plan] if self.cache is None or x in self.cache.here)
-                order = self._generator(self.passes, repetition, shard).permutation(self.sizes[source])
-                numbers.append(self.starts[source] + np.resize(order, self.sizes[shard])[start:stop])
+                drawn = order.generator(repetition, shard).permutation(order.sizes[source])
+                numbers.append(order.starts[source] + np.resize(drawn, order.sizes[shard])[start:stop])
                 if source != shard:
                     logger.warning(f"A shard is left out: {stop - start:,} samples of others come again instead")
                     self.num_repeated += stop - start
-            numbers = self._generator(self.passes, "stage", stage).permutation(np.concatenate(numbers))
+            numbers = order.generator("stage", stage).permutation(np.concatenate(numbers))
             for number in numbers[skipped:].tolist():
-                if self.position >= self.pass_length:
+                if self.position >= len(self):
                     return
                 if self.position >= self._marked:
                     self._mark()
@@ -119,15 +132,15 @@ class PeerSampler(Sampler):
 
     def _mark(self) -> None:
         """Mark the next block of samples as used."""
-        self._marked = min(self.position + BLOCK_STEPS * self.step_size, self.pass_length)
+        self._marked = min(self.position + BLOCK_STEPS * self.step_size, len(self))
         if self.file is not None:
-            self.file.save([self.passes, self._marked, self.length, self.window])
+            self.file.save([self.passes, self._marked, self.order.starts[-1], self.order.window])
 
     def _ask(self, stage: int) -> list[int]:
         """Tell the cache which shards are needed from a stage on, and return those of the stage."""
-        shards = [shard for shard, *_ in self._divide(stage)[1]]
-        newest = stage % (len(self._order) + self.window - 1)
-        later = self._order[newest + 1 :] + self._draw_order(self.passes + 1)
+        order = self.order
+        shards = [shard for shard, *_ in order.divide(stage)[1]]
+        later = order.shards[stage % order.num_stages + 1 :] + self._draw(self.passes + 1).shards
         self._plan = [*shards, *self._last_shards, *later]  # workers may still read from the last ones
         self.cache.ask(self._plan)
         return shards
@@ -135,7 +148,7 @@ class PeerSampler(Sampler):
     def _await_shards(self, stage: int) -> Iterator[int]:
         """Wait for the shards of a stage. After PATIENCE seconds, yield local steps of samples of others meanwhile."""
         old, needed, began = self._last_shards, self._ask(stage), time.monotonic()
-        generator, num_repeated = self._generator(self.passes, "repeat", stage), self.num_repeated
+        generator, num_repeated = self.order.generator("repeat", stage), self.num_repeated
         self._last_shards = needed
         while not self.cache.has(needed):
             if self.should_stop():
@@ -149,13 +162,13 @@ class PeerSampler(Sampler):
                     logger.warning(f"No new shard: training again on samples of {len(set(here))} that are here")
                 for shard in generator.choice(here, self.step_size).tolist():
                     self.num_repeated += 1
-                    yield self.starts[shard] + int(generator.integers(self.sizes[shard]))
+                    yield self.order.starts[shard] + int(generator.integers(self.order.sizes[shard]))
         if self.num_repeated > num_repeated:
             logger.info(f"A new shard is here, after {self.num_repeated - num_repeated} samples that came again")
 
     def describe(self) -> str:
         """Return one line about the position, and about the shards if there are any."""
-        text = f"{self.position / self.pass_length:.0%} of pass {self.passes + 1}"
+        text = f"{self.position / len(self):.0%} of pass {self.passes + 1}"
         if self.cache is None:
             return text
         waited = self.waited / max(1.0, time.monotonic() - self.began)

@@ -87,7 +87,6 @@ def test_benchmarks_and_trials_can_be_imported():
 
 # Above the limits of a class: 300 lines, and 15 attributes
 TOO_LARGE = {
-    "PeerSampler": "one sampler for data in shards and in one file: the latter is one shard in the same formulas",
     "RoundAverager": "an averager of hivemind has both of its processes in one class",
     "TrainingStateAverager": "the same, and hivemind's own attributes, which it sets",
 }

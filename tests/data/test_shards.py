@@ -378,7 +378,7 @@ def test_a_trainer_needs_the_disk_for_a_few_shards(args, host):
     samples = open_samples(args)
     assert host.requests == ["/data.tar.gz"]
     order, most = PeerSampler(samples, "peer", 0), 0
-    assert order.window == 3
+    assert order.cache.window == 3
     numbers = []
     for number in order:
         assert len(samples[number]["input_ids"]) <= 32
@@ -455,7 +455,7 @@ def test_restart_while_the_server_is_away(args, host, impatient, tmp_path):
     largest = max(samples.shards, key=lambda shard: shard.unpacked)
     args.data_cache = f"{(3 * largest.unpacked + largest.bytes) / 1000:.3f}kB"
     order = PeerSampler(samples, "peer", 0, 2, path)
-    assert order.window == 1
+    assert order.cache.window == 1
     outlast(order, host)
     end(order)
     again = PeerSampler(samples, "peer", 0, 2, path)
@@ -472,7 +472,7 @@ def test_restart_while_the_server_is_away(args, host, impatient, tmp_path):
 def test_one_shard_that_is_damaged_on_the_server(args, host, tmp_path, caplog, place):
     samples = open_samples(args)
     order = PeerSampler(samples, "peer", 0, 2)
-    damaged = order._order[place]
+    damaged = order.order.shards[place]
     path = tmp_path / "public" / samples.shards[damaged].name
     content = path.read_bytes()
     path.write_bytes(content[:-1] + b"x")
@@ -485,7 +485,7 @@ def test_one_shard_that_is_damaged_on_the_server(args, host, tmp_path, caplog, p
             path.write_bytes(content)
             content = b""
             wait_until(lambda: damaged in order.cache.here, SECONDS, "the shard, which was repaired")
-    starts, own = order.starts, samples.shards[damaged].samples
+    starts, own = order.order.starts, samples.shards[damaged].samples
     of_damaged = {number for number in seen if starts[damaged] <= number < starts[damaged + 1]}
     assert own / 4 < len(of_damaged) < own, "parts of it, after it was repaired"
     assert len(samples) - len(set(seen)) == own - len(of_damaged) + len(samples) % 2, "the others are complete"

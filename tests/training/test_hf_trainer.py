@@ -42,7 +42,7 @@ def build_trainer(
     :param options: of TrainingArguments
     """
     sampler = sampler or PeerSampler(range(8), "peer", 0)
-    batch = make_batch(size=sampler.length)
+    batch = make_batch(size=sampler.order.starts[-1])
     options = {
         "per_device_train_batch_size": 8, "report_to": "none", "use_cpu": True, "max_steps": 1, "max_grad_norm": 0.0,
         "remove_unused_columns": False, "disable_tqdm": True, "save_strategy": "no", **options,
