@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -25,10 +26,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
-from tqdm.auto import tqdm
-
 from cotrain.common.errors import run_script
 from cotrain.common.flags import ArgumentsError, Flags, flag, parse_size, require, require_apart
+from cotrain.common.progress_bar import ProgressBar
 from cotrain.data.manifest import Manifest
 from cotrain.models.objectives import DEFAULT_OBJECTIVE, OBJECTIVES
 from cotrain.models.weights import weight_files
@@ -161,6 +161,8 @@ def main() -> None:
 
     (args,) = parse_arguments([TokenizationArguments], __doc__)
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if args.num_proc == 1 else "false"  # threads or processes, not both
+    if not sys.stderr.isatty():
+        os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # they write hundreds of lines into a log
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: an exception, which removes temporary files
     from cotrain.data.archive import DATASET, TOKENIZER, write_archive
     from cotrain.data.archive_folders import write_receipt
@@ -297,7 +299,8 @@ def build_tokenizer(args: TokenizationArguments, corpus: dict[str, Corpus], fold
     if args.train_tokenizer:
         # Of all splits: without the characters of the validation text, these would be unknown in small texts.
         samples = (part.sample(TRAINING_CHARS // len(x), args.seed) for x in corpus.values() for part in x)
-        sample = tqdm(itertools.chain.from_iterable(samples), desc="Training a tokenizer", unit=" documents", delay=1)
+        texts = itertools.chain.from_iterable(samples)
+        sample = ProgressBar(texts, desc="Training a tokenizer", unit=" documents", delay=1)
         tokenizer = train_tokenizer(sample, args.objective, args.vocab_size, args.max_seq_length)
     else:
         remedy = "pass another tokenizer, go online, or pass --train_tokenizer to train one"

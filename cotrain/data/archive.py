@@ -12,11 +12,11 @@ import tarfile
 import zlib
 from pathlib import Path
 
-from tqdm.auto import tqdm
 from tqdm.utils import CallbackIOWrapper
 
 from cotrain.common.atomic_files import new_file
 from cotrain.common.errors import UserError
+from cotrain.common.progress_bar import ProgressBar
 from cotrain.options import DATASET_FOLDERS
 from cotrain.settings import BASE_FOLDER
 
@@ -59,7 +59,7 @@ def write_archive(path: Path, folders: dict[str, Path]) -> str:
         open(temporary, "wb") as raw,
         gzip.GzipFile(filename="", mode="wb", compresslevel=6, fileobj=raw, mtime=0) as compressed,
         tarfile.open(mode="w", fileobj=compressed, format=tarfile.PAX_FORMAT) as archive,
-        tqdm(total=num_bytes, desc=f"Packing {path.name}", unit="B", unit_scale=True) as progress,
+        ProgressBar(total=num_bytes, desc=f"Packing {path.name}", unit="B", unit_scale=True) as progress,
     ):
         for name, file in files:
             entry = tarfile.TarInfo(name)  # mtime, uid and gid are 0, uname and gname empty, the mode is 0644

@@ -18,12 +18,12 @@ from urllib.parse import urljoin
 import requests
 import urllib3
 from filelock import FileLock, Timeout
-from tqdm.auto import tqdm
 from urllib3.util import Retry
 
 from cotrain.common.atomic_files import check_target, make_parent, new_file, new_folder
 from cotrain.common.errors import TemporaryError, UserError, first_line
 from cotrain.common.hosts import MAX_DOWNLOAD_BYTES, GuardedAdapter
+from cotrain.common.progress_bar import ProgressBar
 from cotrain.data.archive import DATASET, LARGE, TOKENIZER, ArchiveError, check_space, file_sha256, unpack_archive
 from cotrain.data.archive_folders import (
     MARKS,
@@ -328,11 +328,10 @@ class _Transfer:
         verb = f"Resuming at {start / 1e6:,.1f} MB:" if start else "Downloading"
         logger.info(f"{verb} {self.address}{'' if size is None else f', {size / 1e6:,.1f} MB'}")
         check_space(self.path.parent, (missing or 0) if self.look_for_head is None else 0)
-        options = {"initial": start, "total": size, "unit": "B", "unit_scale": True}
-        options["disable"] = self.disable_tqdm or None  # None: disabled unless the output is a terminal
+        options = {"initial": start, "total": size, "unit": "B", "unit_scale": True, "disable": self.disable_tqdm}
         with (
             open(self.path, "ab" if start else "wb") as file,
-            tqdm(desc="Downloading the data", **options) as progress,
+            ProgressBar(desc="Downloading the data", **options) as progress,
         ):
             since, received, next_look = time.monotonic(), 0, FIRST_LOOK
             # Unlike `read`, `read1` does not wait for a full block: no received bytes are lost on an interruption.

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from accelerate.utils import send_to_device
 from hivemind.utils import get_logger
-from tqdm import tqdm
 
 from cotrain.common.atomic_files import new_folder
 from cotrain.common.backoff import Backoff
 from cotrain.common.errors import UserError, first_line
 from cotrain.common.json_file import JsonFile, write_json
+from cotrain.common.progress_bar import ProgressBar
 from cotrain.dht.metrics_schema import MAX_NUMBER
 from cotrain.models.model import find_device
 from cotrain.monitoring.aggregation import FRESH_SECONDS, MAX_SPREAD
@@ -79,7 +79,8 @@ class Evaluator:
         starts = range(0, self.num_samples, batch_size)
         with torch.inference_mode(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # a task may be random; the numbers are the same each time
-            for start in tqdm(starts, desc=f"Evaluating step #{step}", leave=False, disable=self.disable_tqdm or None):
+            options: dict = {"desc": f"Evaluating step #{step}", "leave": False, "disable": self.disable_tqdm}
+            for start in ProgressBar(starts, **options):
                 if self.should_stop():
                     return None
                 batch = [self.samples[index] for index in range(start, min(start + batch_size, self.num_samples))]

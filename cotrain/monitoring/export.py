@@ -2,15 +2,16 @@
 
 import contextlib
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import jinja2
 from huggingface_hub import ModelCard, ModelCardData, snapshot_download
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from cotrain.common.errors import UserError, first_line
+from cotrain.common.progress_bar import ProgressBar
 from cotrain.models.model import build_without_weights, get_objective, read_config
 from cotrain.monitoring.model_card import escape_markdown
 from cotrain.monitoring.samples import is_causal
@@ -48,13 +49,13 @@ def export(checkpoint: Path, folder: Path, title: str, license: str | None, olla
         raise UserError("--ollama: this model fills masks, and Ollama generates text; drop the flag")
     if adapters is not None:
         try:
-            model = model.merge_and_unload(progressbar=True, safe_merge=True)
+            model = model.merge_and_unload(progressbar=sys.stderr.isatty(), safe_merge=True)
         except ValueError as error:
             raise UserError(f"CHECKPOINT: the adapters cannot be merged ({first_line(error)})") from None
         model.save_pretrained(folder)
     else:
         weights = sorted(checkpoint.glob("model*.safetensors*"))
-        for path in tqdm([checkpoint / "config.json", *weights], desc="Copying", disable=None):
+        for path in ProgressBar([checkpoint / "config.json", *weights], desc="Copying"):
             shutil.copyfile(path, folder / path.name)
         if model.can_generate():
             model.generation_config.save_pretrained(folder)

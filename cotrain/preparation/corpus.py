@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from tqdm.auto import tqdm
 
 from cotrain.common.errors import UserError
+from cotrain.common.progress_bar import ProgressBar
 from cotrain.models.objectives import SPLITS
 from cotrain.preparation.chat_shapes import ChatReader
 
@@ -131,7 +131,7 @@ def write_documents(source: Source, split: str, layout: str, folder: Path, part_
     num_documents, skipped = 0, Counter()
     parts = (split_documents(part(), layout, skipped) for part in source.parts[split])
     documents = itertools.chain.from_iterable(parts)
-    with tqdm(desc=f"Reading {split} text", unit=" chars", unit_scale=True, delay=1) as progress:  # seconds
+    with ProgressBar(desc=f"Reading {split} text", unit=" chars", unit_scale=True, delay=1) as progress:  # seconds
         for number, first in enumerate(documents):  # the rest of a part's documents is taken below
             batch, size, written = [], 0, 0
             with (

@@ -14,11 +14,11 @@ from pathlib import Path
 import pyarrow as pa
 from datasets import Dataset, DatasetDict
 from datasets.table import MemoryMappedTable
-from tqdm.auto import tqdm
 
 from cotrain.common.atomic_files import temporary_folder
 from cotrain.common.errors import UserError
 from cotrain.common.json_file import JsonLinesFile, read_records
+from cotrain.common.progress_bar import ProgressBar
 from cotrain.data.archive import DATASET, write_archive
 from cotrain.data.loading import check_samples, open_samples
 from cotrain.data.manifest import Manifest, Shard
@@ -145,7 +145,7 @@ def _write_samples(
     with (
         pa.OSFile(str(path), "wb") as file,
         pa.ipc.new_stream(file, SCHEMAS[config.objective]) as writer,
-        tqdm(desc=f"Tokenizing {split}", unit=" chars", unit_scale=True) as progress,
+        ProgressBar(desc=f"Tokenizing {split}", unit=" chars", unit_scale=True) as progress,
     ):
         for documents in parts:
             groups = documents.divide(GROUP_CHARS)

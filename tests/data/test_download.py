@@ -292,7 +292,7 @@ def test_a_monitor_reads_the_head_of_a_large_archive(tmp_path, host, large, monk
     if not is_old:  # the archive needs not fit on the disk
         monkeypatch.setattr(fetch, "check_space", lambda _, size: size < 10_000 or pytest.fail("no space"))
     received = []
-    monkeypatch.setattr(fetch.tqdm, "update", lambda _, count: received.append(count))
+    monkeypatch.setattr(fetch.ProgressBar, "update", lambda _, count: received.append(count))
     args = open_monitor(host, model_name_or_path=BASE_FOLDER, lora_rank=4)
     for _ in range(2):
         fetch_data(args, NOTHING)
