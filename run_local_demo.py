@@ -29,7 +29,7 @@ from cotrain.common.diagnosis import HINT
 from cotrain.common.errors import UserError, run_script
 from cotrain.common.flags import Flags, flag
 from cotrain.common.json_file import read_records
-from peerstep.processes import leave_with_parent
+from peerstep.peer.processes import leave_with_parent
 
 SCRIPTS = Path(__file__).parent
 COMMANDS_FILE = "commands.txt"  # also marks a folder that the next demo may replace

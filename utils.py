@@ -9,7 +9,7 @@ from hivemind.dht.schema import BytesWithPublicKey, SchemaValidator
 
 from cotrain.dht.metrics_schema import Count, ExtensibleRecord, Rate, Step, StepMetrics, Sum
 from cotrain.dht.run_records import record_schemas
-from peerstep.clock import run_time
+from peerstep.peer.clock import run_time
 from peerstep.swarm import Swarm
 
 

@@ -45,7 +45,7 @@ from cotrain.options import NOTHING
 from cotrain.tasks import text
 from cotrain.training import loop, session
 from cotrain.training.lamb import ForeachLamb
-from peerstep.accumulators import GradientAccumulator
+from peerstep.step.accumulators import GradientAccumulator
 from tests.support.peers import LOCAL, Script
 
 ROOT = Path(__file__).parents[1]

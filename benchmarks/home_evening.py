@@ -45,7 +45,7 @@ from benchmarks.round_records import PeerRecords, read_records, summarize
 from benchmarks.swarm import BATCH_SIZE, open_folder
 from cotrain.training.builders import build_param_groups
 from cotrain.training.checkpoints import STATE_FILE, SavedState, list_checkpoints, load_training_state
-from peerstep.processes import guard_children
+from peerstep.peer.processes import guard_children
 from tests.support.launcher import Launcher
 from tests.support.namespaces import Host, Internet, why_unavailable
 from tests.support.peers import ALTERED, Script, Scripts, prepare_data, read_jsonl, wait_until

@@ -22,7 +22,7 @@ from cotrain.common.errors import run_script
 from cotrain.common.flags import Flags, flag
 from cotrain.common.signals import StopSignal
 from cotrain.options import NOTHING, TrainerOptions
-from peerstep.processes import guard_children
+from peerstep.peer.processes import guard_children
 from tests.support.altered import Recorder
 
 
@@ -63,8 +63,8 @@ def train(
     from cotrain.peer.addresses import log_visible_maddrs
     from cotrain.peer.peer import open_peer
     from cotrain.training.builders import build_optimizer
-    from peerstep.base import share_parameters
     from peerstep.swarm import supervise
+    from peerstep.tensors.memory import share_parameters
     from tests.support.models import build_model
 
     setup_logging(collaboration_args.debug)

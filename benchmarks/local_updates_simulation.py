@@ -17,12 +17,12 @@ from hivemind.compression import CompressionBase, CompressionInfo, NoCompression
 
 from cotrain.settings import Hyperparameters
 from cotrain.training.builders import build_local_optimizer, build_param_groups, build_scheduler
-from peerstep.accumulators import GradientAccumulator, clip_norm
-from peerstep.bounds import norm_of
-from peerstep.compression import COMPRESSIONS, TopK
-from peerstep.local_updates import LocalTraining, LocalUpdates
-from peerstep.neighbours import NormFilter
-from peerstep.state import set_schedule
+from peerstep.rounds.bounds import norm_of
+from peerstep.rounds.relative_bounds import NormFilter
+from peerstep.state.averager import set_schedule
+from peerstep.step.accumulators import GradientAccumulator, clip_norm
+from peerstep.step.local_updates import LocalTraining, LocalUpdates
+from peerstep.tensors.compression import COMPRESSIONS, TopK
 
 SPEEDS = (1, 2, 1, 4)  # of the peers, repeated
 WARMUP_FRACTION = 0.05  # of the global steps

@@ -46,7 +46,7 @@ from cotrain.monitoring.evaluation import Evaluator
 from cotrain.options import NOTHING
 from cotrain.tasks.task_loading import load_task
 from cotrain.training.checkpoints import list_checkpoints
-from peerstep.processes import guard_children
+from peerstep.peer.processes import guard_children
 from tests.support.launcher import ROOT
 from tests.support.namespaces import Host, Internet, why_unavailable
 from tests.support.peers import ALTERED, LOCAL, Script, Scripts, read_jsonl, wait_until

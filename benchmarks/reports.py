@@ -22,10 +22,10 @@ from hivemind.dht import node as dht_node
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.utils.crypto import RSAPrivateKey
 
-from peerstep import node as own_node
-from peerstep.clock import run_time
-from peerstep.progress import HEARTBEAT_SECONDS, SECONDS_PER_PEER
-from peerstep.progress_record import PeerProgress
+from peerstep.peer import node as own_node
+from peerstep.peer.clock import run_time
+from peerstep.progress.tracker import HEARTBEAT_SECONDS, SECONDS_PER_PEER
+from peerstep.reports.progress_report import PeerProgress
 from tests.support.dht_records import make_validators
 
 KEY = f"run_{own_node.PROGRESS}"

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.utils.crypto import RSAPrivateKey
 
-from peerstep import claims, known_peers
+from peerstep.rounds import claims, known_peers
 from tests.support import scenario as scenarios
 from tests.support import simulated_network
 

@@ -24,7 +24,7 @@ from cotrain.training.hf_trainer import choose_devices
 from cotrain.training.loop import TrainingLoop, open_loop
 from cotrain.training.session import open_session
 from cotrain.training.start import STOP_GRACE
-from peerstep.processes import call_off_exits
+from peerstep.peer.processes import call_off_exits
 
 
 @contextlib.contextmanager

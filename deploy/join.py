@@ -16,7 +16,7 @@ from typing import TextIO
 from cotrain.common.batch_size import fit_batch_size
 from cotrain.common.errors import UserError
 from cotrain.common.flags import check_peer, check_web_address
-from peerstep.processes import leave_with_parent
+from peerstep.peer.processes import leave_with_parent
 
 # ALBERT-large with 512 tokens in mixed precision keeps 0.73 GiB of activations per sample, and needs another 0.2 GiB
 # for the logits of 30 000 tokens. CUDA, weights and gradients take 1 GiB; the rest is for fragmentation.

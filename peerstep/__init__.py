@@ -4,9 +4,9 @@ from importlib import import_module
 
 _HOMES = {
     "CollaborativeOptimizer": "optimizer",
-    "LocalUpdates": "local_updates",
+    "LocalUpdates": "step.local_updates",
     "Options": "options",
-    "StepRecord": "coordinator",
+    "StepRecord": "step.coordinator",
     "Swarm": "swarm",
     "SwarmError": "errors",
 }

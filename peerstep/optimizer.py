@@ -15,24 +15,24 @@ import hivemind
 import torch
 from hivemind.utils import get_logger
 
-from peerstep.accumulators import GradientAccumulator, clip_norm
-from peerstep.compression import COMPRESSIONS, build_state_compression
-from peerstep.coordinator import RoundCoordinator, StepRecord
-from peerstep.joining import Joining
-from peerstep.local_updates import LocalTraining, LocalUpdates, step_builders
-from peerstep.membership import Membership, shared
-from peerstep.optimizer_state import OptimizerBuilder, SchedulerBuilder, constant_schedule
 from peerstep.options import Options
-from peerstep.processes import keep_free_memory
-from peerstep.progress import ProgressTracker
-from peerstep.round_client import RoundClient
-from peerstep.rounds import RoundAverager
-from peerstep.shared_model import SharedModel
-from peerstep.state import TrainingStateAverager
-from peerstep.state_layout import all_finite
-from peerstep.step_log import StepLog
-from peerstep.step_thread import StepThread
+from peerstep.peer.processes import keep_free_memory
+from peerstep.progress.tracker import ProgressTracker
+from peerstep.rounds.averager import RoundAverager
+from peerstep.rounds.client import RoundClient
+from peerstep.state.averager import TrainingStateAverager
+from peerstep.state.layout import all_finite
+from peerstep.state.membership import Membership, shared
+from peerstep.state.statistics import OptimizerBuilder, SchedulerBuilder, constant_schedule
+from peerstep.step.accumulators import GradientAccumulator, clip_norm
+from peerstep.step.coordinator import RoundCoordinator, StepRecord
+from peerstep.step.joining import Joining
+from peerstep.step.local_updates import LocalTraining, LocalUpdates, step_builders
+from peerstep.step.log import StepLog
+from peerstep.step.shared_model import SharedModel
+from peerstep.step.thread import StepThread
 from peerstep.swarm import Swarm
+from peerstep.tensors.compression import COMPRESSIONS, build_state_compression
 
 logger = get_logger(__name__)
 

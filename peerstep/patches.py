@@ -1,6 +1,6 @@
 """Assignments to hivemind's modules and classes. hivemind looks these names up itself, so a subclass has no effect.
 
-`SafeDHT.run` in peerstep/node.py makes one more assignment, in the DHT process only.
+`SafeDHT.run` in peerstep/peer/node.py makes one more assignment, in the DHT process only.
 """
 
 import functools
@@ -13,12 +13,12 @@ from hivemind.dht import dht
 from hivemind.p2p import P2P, PeerID
 from hivemind.utils import MSGPackSerializer
 
-from peerstep.base import switch_to_safe_loop
-from peerstep.clock import run_time
-from peerstep.compression import Blockwise8Bit
-from peerstep.matchmaking import StepMatchmaking
-from peerstep.node import receive_raw_data
-from peerstep.records import BoundedExtensions
+from peerstep.peer.averager_process import switch_to_safe_loop
+from peerstep.peer.clock import run_time
+from peerstep.peer.node import receive_raw_data
+from peerstep.reports.records import BoundedExtensions
+from peerstep.rounds.matchmaking import StepMatchmaking
+from peerstep.tensors.compression import Blockwise8Bit
 
 MAX_PEER_ID_BYTES = 64  # they have 34, or up to 42 with the key itself
 _init_peer_id = PeerID.__init__

@@ -18,9 +18,9 @@ from hivemind.utils import MPFuture
 from hivemind.utils.crypto import RSAPrivateKey
 
 from peerstep.errors import SwarmError
-from peerstep.node import SafeDHT, use_own_socket_folder
 from peerstep.patches import apply_patches
-from peerstep.processes import (
+from peerstep.peer.node import SafeDHT, use_own_socket_folder
+from peerstep.peer.processes import (
     EXIT_TEMPORARY,
     Watchdog,
     exit_after,
@@ -29,8 +29,8 @@ from peerstep.processes import (
     raise_file_limit,
     start_shared_memory_manager,
 )
-from peerstep.records import build_validators
-from peerstep.redial import BootstrapRedialer, set_run_clock
+from peerstep.peer.redial import BootstrapRedialer, set_run_clock
+from peerstep.reports.records import build_validators
 
 
 class Swarm:

@@ -16,7 +16,7 @@ from filelock import FileLock
 from hypothesis import settings
 
 from cotrain.common import diagnosis
-from peerstep.processes import guard_children, keep_memory_shared
+from peerstep.peer.processes import guard_children, keep_memory_shared
 from tests.support.launcher import Launcher
 from tests.support.namespaces import Internet, why_unavailable
 from tests.support.peers import Scripts, prepare_data, served
@@ -185,6 +185,6 @@ def build_swarm(tmp_path, monkeypatch) -> Iterator[Callable]:
     """Builds the peers of a run in the tests' process; its options are those of `local_optimizer`."""
     from tests.support.swarm import Swarm  # it imports a lot
 
-    monkeypatch.setattr("peerstep.reducer.LATE_SECONDS", 60.0)  # a busy machine exceeds it
+    monkeypatch.setattr("peerstep.rounds.reducer.LATE_SECONDS", 60.0)  # a busy machine exceeds it
     with ExitStack() as stack:
         yield lambda **options: Swarm(stack, tmp_path, **options)

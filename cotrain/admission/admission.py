@@ -21,8 +21,8 @@ from hivemind.utils import MSGPackSerializer, get_logger
 from cotrain.admission.invitations import Invitation, InvitationError, check_token
 from cotrain.admission.revocations import RevocationStore
 from cotrain.common.errors import UserError
-from peerstep.clock import run_time
-from peerstep.node import RelayedP2P, SafeDHT
+from peerstep.peer.clock import run_time
+from peerstep.peer.node import RelayedP2P, SafeDHT
 
 logger = get_logger(__name__)
 

@@ -19,7 +19,7 @@ from cotrain.common.atomic_files import new_file
 from cotrain.common.errors import UserError
 from peerstep import swarm
 from peerstep.errors import SwarmError
-from peerstep.records import peer_id_of
+from peerstep.reports.records import peer_id_of
 
 
 class InvitationError(Exception):

@@ -13,7 +13,7 @@ from typing import TextIO
 
 from cotrain.common.diagnosis import next_hint
 from peerstep.errors import SwarmError
-from peerstep.processes import EXIT_TEMPORARY as TEMPORARY
+from peerstep.peer.processes import EXIT_TEMPORARY as TEMPORARY
 
 # Modules that are in requirements-organiser.txt, but not in requirements.txt.
 ORGANISER_MODULES = {"boto3", "trackio", "trl"}

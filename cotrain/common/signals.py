@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
-from peerstep.processes import STOP_REQUESTS, exit_after, libc
+from peerstep.peer.processes import STOP_REQUESTS, exit_after, libc
 
 # What torchrun, mpirun, accelerate and operators of Kubernetes set. accelerate waits for all ranks if it finds them.
 _LAUNCHERS = re.compile(

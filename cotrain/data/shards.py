@@ -17,7 +17,7 @@ from cotrain.data.download import fetch_shard
 from cotrain.data.loading import open_samples
 from cotrain.data.manifest import Manifest
 from cotrain.options import Adopted, DataOptions
-from peerstep.threads import PeriodicThread
+from peerstep.peer.threads import PeriodicThread
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from itertools import zip_longest
 
 import pydantic.v1 as pydantic  # hivemind's schemas are pydantic v1 models, a v2 model raises
 
-from peerstep.history import MAX_STEP
+from peerstep.reports.marks import MAX_STEP
 
 MAX_COUNT = 10**9
 MAX_NUMBER = 1e9

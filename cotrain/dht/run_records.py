@@ -1,12 +1,12 @@
-"""Records of trainers and monitors in the DHT: their schemas. Those of rounds are in peerstep/records.py."""
+"""Records of trainers and monitors in the DHT: their schemas. Those of rounds are in peerstep/reports/records.py."""
 
 import pydantic.v1 as pydantic  # hivemind's schemas are pydantic v1 models, a v2 model raises
 from hivemind.dht.schema import BytesWithPublicKey, SchemaValidator
 
 from cotrain.common.names import SHORT
 from cotrain.dht.metrics_schema import HISTORY_LENGTH, Count, ExtensibleRecord, read_row
-from peerstep.history import MAX_STEP
-from peerstep.progress_record import MAX_ROUNDS
+from peerstep.reports.marks import MAX_STEP
+from peerstep.reports.progress_report import MAX_ROUNDS
 
 MAX_MEMBERS = 32  # of the newest rounds, in a record; of a larger group some, at random
 

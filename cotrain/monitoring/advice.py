@@ -9,8 +9,8 @@ from collections.abc import Collection, Mapping
 from cotrain.settings import Hyperparameters, StepSettings
 from cotrain.status.short_steps import advise_target
 from cotrain.status.status import format_duration
-from peerstep.pace import SHORT
-from peerstep.progress_record import MAX_ROUNDS
+from peerstep.reports.progress_report import MAX_ROUNDS
+from peerstep.step.pace import SHORT
 
 BUSY = 0.9  # fraction of the time for which rounds run; steps then wait for them
 ADVICE_SECONDS = 1800.0  # seconds between two lines

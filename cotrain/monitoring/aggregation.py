@@ -42,8 +42,8 @@ from typing import NamedTuple
 from cotrain.common.names import short
 from cotrain.dht import metrics_schema
 from cotrain.dht.metrics_schema import HISTORY_LENGTH, Metric, read_row
-from peerstep.neighbours import cap_weights, medians_of_others
-from peerstep.progress_record import PeerProgress, read_progress
+from peerstep.reports.progress_report import PeerProgress, read_progress
+from peerstep.rounds.relative_bounds import cap_weights, medians_of_others
 
 MAX_JUMP = HISTORY_LENGTH  # steps; normal progress between two refreshes
 MAX_STEPS_PER_SECOND = 10.0  # above the rate of any run: matchmaking alone takes seconds, half a second in a toy demo
@@ -129,7 +129,7 @@ class MetricsAggregator:
     settle_time: float = 30.0  # seconds to wait for stragglers
     late_time: float = 120.0  # the same, for those that have contributed
     target_batch_size: int = 4096  # samples per global step, which bound the weight of one peer
-    believes_weights: bool = False  # whether samples have no other bound, see peerstep/neighbours.py
+    believes_weights: bool = False  # whether samples have no other bound, see peerstep/rounds/relative_bounds.py
 
     def __post_init__(self):
         self.live_peers: list[TrackedPeer] = []  # in the newest update

@@ -27,10 +27,10 @@ from cotrain.task import Task
 from cotrain.tasks.task_loading import load_samples
 from cotrain.training.checkpoints import write_model
 from cotrain.training.device_errors import is_out_of_memory
-from peerstep import records as dht_records
-from peerstep.clock import run_time
-from peerstep.progress_record import read_progress
-from peerstep.state import TrainingStateAverager
+from peerstep.peer.clock import run_time
+from peerstep.reports import records as dht_records
+from peerstep.reports.progress_report import read_progress
+from peerstep.state.averager import TrainingStateAverager
 from peerstep.swarm import Swarm
 
 logger = get_logger(__name__)

@@ -23,10 +23,10 @@ from cotrain.status.status import describe_last_step, format_duration
 from cotrain.task import Task
 from cotrain.training import checkpoints
 from cotrain.training.checkpoints import SavedState
-from peerstep import records as dht_records
-from peerstep.clock import run_time
-from peerstep.history import different_marks, parse_marks
-from peerstep.state import TrainingStateAverager
+from peerstep.peer.clock import run_time
+from peerstep.reports import records as dht_records
+from peerstep.reports.marks import different_marks, parse_marks
+from peerstep.state.averager import TrainingStateAverager
 from peerstep.swarm import Swarm
 
 logger = get_logger(__name__)

@@ -7,7 +7,7 @@ from hivemind.utils import get_logger
 
 from cotrain.monitoring.aggregation import FRESH_SECONDS, TrackedPeer
 from cotrain.status.status import format_duration, plural
-from peerstep.neighbours import cap_weights
+from peerstep.rounds.relative_bounds import cap_weights
 
 logger = get_logger(__name__)
 

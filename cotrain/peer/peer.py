@@ -19,8 +19,8 @@ from cotrain.common.signals import StopSignal
 from cotrain.options import PeerOptions
 from cotrain.peer.addresses import peer_id_in
 from peerstep.errors import SwarmError
-from peerstep.node import SafeDHT
-from peerstep.records import peer_id_of
+from peerstep.peer.node import SafeDHT
+from peerstep.reports.records import peer_id_of
 from peerstep.swarm import Swarm, write_private_key
 
 logger = get_logger(__name__)

@@ -35,10 +35,10 @@ from cotrain.options import NOTHING, Adopted, ModelOptions, PeerOptions, Trainer
 from cotrain.peer.addresses import peer_id_in
 from cotrain.peer.peer import find_own_id, start_peer
 from cotrain.settings import SETTINGS as SETTINGS_CLASSES
-from peerstep.clock import run_time
-from peerstep.processes import guard_children
-from peerstep.progress_record import PROTOCOL
-from peerstep.records import get_dictionary, peer_id_of, signer_of, store_record
+from peerstep.peer.clock import run_time
+from peerstep.peer.processes import guard_children
+from peerstep.reports.progress_report import PROTOCOL
+from peerstep.reports.records import get_dictionary, peer_id_of, signer_of, store_record
 from peerstep.swarm import Swarm
 
 logger = get_logger(__name__)

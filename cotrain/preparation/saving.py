@@ -31,7 +31,7 @@ from cotrain.preparation.corpus import Corpus, Documents
 from cotrain.preparation.encoding import TextEncoder
 from cotrain.preparation.packing import PackingConfig, PackingStats, build_samples
 from cotrain.preparation.preview import show_preview
-from peerstep.processes import leave_with_parent
+from peerstep.peer.processes import leave_with_parent
 
 # Characters that a worker tokenizes and packs at once. It is not the number of workers that decides what is in a
 # sample: none spans two groups.

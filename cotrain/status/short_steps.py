@@ -2,7 +2,7 @@
 
 import math
 
-from peerstep.pace import SHORT
+from peerstep.step.pace import SHORT
 
 
 def advise_target(target: int, share: float) -> str:

@@ -12,10 +12,10 @@ from cotrain.options import CollaborationOptions
 from cotrain.status.loss_meter import LossMeter
 from cotrain.status.status import TrainerStatus, describe_progress, write_status
 from cotrain.status.traffic import TrafficMeter
-from peerstep.coordinator import Outcome, StepRecord
 from peerstep.optimizer import CollaborativeOptimizer
-from peerstep.progress_record import MAX_ROUNDS
-from peerstep.threads import PeriodicThread
+from peerstep.peer.threads import PeriodicThread
+from peerstep.reports.progress_report import MAX_ROUNDS
+from peerstep.step.coordinator import Outcome, StepRecord
 
 logger = get_logger(__name__)
 

@@ -22,10 +22,10 @@ from cotrain.models.pretrained import digest_weights
 from cotrain.options import TrainerOptions
 from cotrain.settings import Hyperparameters, check_compression
 from cotrain.training.lamb import ForeachLamb
-from peerstep.local_updates import LocalUpdates, step_builders
 from peerstep.optimizer import CollaborativeOptimizer
 from peerstep.options import Options
-from peerstep.state import TrainingStateAverager
+from peerstep.state.averager import TrainingStateAverager
+from peerstep.step.local_updates import LocalUpdates, step_builders
 from peerstep.swarm import Swarm, supervise
 
 

@@ -41,11 +41,11 @@ from cotrain.training.builders import open_observer
 from cotrain.training.hf_trainer import autocast_dtype, choose_devices
 from cotrain.training.needs import Needs, has_own_memory, missing_copies, plan, set_batch_size
 from cotrain.training.workload import Workload, load_workload
-from peerstep.pace import SHORT
-from peerstep.processes import raise_file_limit
-from peerstep.progress_record import read_progress
-from peerstep.records import get_records
-from peerstep.redial import find_tcp_endpoint
+from peerstep.peer.processes import raise_file_limit
+from peerstep.peer.redial import find_tcp_endpoint
+from peerstep.reports.progress_report import read_progress
+from peerstep.reports.records import get_records
+from peerstep.step.pace import SHORT
 from peerstep.swarm import Swarm
 
 PRECISION_ADVICE = {

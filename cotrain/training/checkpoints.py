@@ -21,8 +21,8 @@ from safetensors.torch import save_model
 from cotrain.common.atomic_files import new_folder
 from cotrain.common.errors import first_line
 from cotrain.task import Task
-from peerstep.state import TrainingStateAverager
-from peerstep.state_layout import all_finite
+from peerstep.state.averager import TrainingStateAverager
+from peerstep.state.layout import all_finite
 
 logger = get_logger(__name__)
 

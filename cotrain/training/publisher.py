@@ -12,8 +12,8 @@ from cotrain.dht.metrics_schema import StepMetrics, history_length
 from cotrain.dht.run_records import MAX_MEMBERS, TrainerRecord
 from cotrain.peer.run_config import RunConfigRelay
 from cotrain.status.status_keeper import StatusKeeper
-from peerstep.clock import run_time
-from peerstep.coordinator import StepRecord
+from peerstep.peer.clock import run_time
+from peerstep.step.coordinator import StepRecord
 from peerstep.swarm import Swarm
 
 logger = get_logger(__name__)

@@ -14,7 +14,7 @@ from cotrain.training import checkpoints
 from cotrain.training.checkpoints import SavedState
 from cotrain.training.hf_trainer import autocast_dtype
 from peerstep.optimizer import CollaborativeOptimizer
-from peerstep.state_layout import StateLoadError, all_finite
+from peerstep.state.layout import StateLoadError, all_finite
 
 logger = get_logger(__name__)
 

@@ -29,11 +29,11 @@ from cotrain.training.device_errors import is_device_error
 from cotrain.training.publisher import Publisher
 from cotrain.training.recovery import Recovery
 from cotrain.training.start import LAST_STEP_SECONDS
-from peerstep import records as dht_records
-from peerstep.coordinator import Outcome
 from peerstep.optimizer import CollaborativeOptimizer
-from peerstep.processes import Watchdog
-from peerstep.records import signer_of
+from peerstep.peer.processes import Watchdog
+from peerstep.reports import records as dht_records
+from peerstep.reports.records import signer_of
+from peerstep.step.coordinator import Outcome
 from peerstep.swarm import Swarm, supervise
 
 logger = get_logger(__name__)

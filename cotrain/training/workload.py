@@ -12,7 +12,7 @@ from cotrain.task import Task
 from cotrain.tasks.task_loading import build_initial_model, load_samples, load_task
 from cotrain.training.hf_trainer import choose_devices
 from cotrain.training.needs import set_batch_size
-from peerstep.base import share_parameters
+from peerstep.tensors.memory import share_parameters
 
 
 @dataclass(frozen=True)

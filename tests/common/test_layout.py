@@ -29,7 +29,7 @@ def test_no_script_is_imported_by_another():
 
 def test_scripts_take_flags_and_records_from_the_modules_beside_them():
     """Somebody who copies a script copies `arguments` and `utils` with it."""
-    inner = {"cotrain.dht.metrics_schema", "cotrain.dht.run_records", "peerstep.records"}
+    inner = {"cotrain.dht.metrics_schema", "cotrain.dht.run_records", "peerstep.reports.records"}
     found = {path.stem: find_imports(path) for path in ROOT.glob("*.py")}
     assert not {name for name in SCRIPTS | {"callback"} if found[name] & inner}
     peers = {"run_trainer", "run_custom_trainer", "run_training_monitor", "run_evaluator"}
@@ -40,7 +40,7 @@ def test_trainers_use_only_the_public_names_of_the_engine():
     """And what ends its child processes."""
     for path in (ROOT / "run_trainer.py", ROOT / "run_custom_trainer.py", ROOT / "cotrain" / "join.py"):
         inner = {name for name in find_imports(path) if name and name.startswith("peerstep.")}
-        assert inner <= {"peerstep.processes"}, path
+        assert inner <= {"peerstep.peer.processes"}, path
 
 
 def root_of(node: ast.AST) -> str | None:
@@ -72,7 +72,8 @@ def find_patches(source: str) -> set[str]:
 def test_only_the_workarounds_patch_hivemind():
     folders = [ROOT / name for name in ("cotrain", "peerstep", "deploy")]
     paths = [*ROOT.glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))]
-    wrong = {path.name: find_patches(path.read_text(encoding="utf-8")) for path in paths if path.parent not in ALLOWED}
+    paths = [path for path in paths if not ALLOWED & {*path.parents}]
+    wrong = {path.name: find_patches(path.read_text(encoding="utf-8")) for path in paths}
     assert not any(wrong.values()), "move this to peerstep, with a row in docs/upgrading-hivemind.md"
 
 

@@ -166,7 +166,7 @@ def test_ctrl_c_counts_once_while_children_are_forked():
     script = """\
 import multiprocessing, os, signal, time
 from cotrain.common.signals import StopSignal
-from peerstep.processes import guard_children
+from peerstep.peer.processes import guard_children
 
 guard_children()
 with StopSignal(grace=1e6) as stop:

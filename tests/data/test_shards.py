@@ -30,7 +30,7 @@ from cotrain.options import NOTHING
 from cotrain.preparation import saving
 from cotrain.preparation.corpus import open_corpus, read_corpus
 from cotrain.preparation.sources import open_dataset
-from peerstep.threads import PeriodicThread
+from peerstep.peer.threads import PeriodicThread
 from tests.data.test_download import Host
 from tests.support.peers import wait_until
 from tokenize_wikitext103 import TokenizationArguments

@@ -28,10 +28,10 @@ from cotrain.admission.invitations import load_identity
 from cotrain.common.errors import UserError
 from cotrain.dht.run_records import HISTORY_LENGTH, TrainerRecord
 from cotrain.peer.addresses import announce_public_ip, choose_maddrs, fix_tcp_port, get_free_port
-from peerstep.clock import run_time
-from peerstep.node import NUM_BUCKETS, DHTProtocol, bucket_of
-from peerstep.records import RunValidator, get_dictionary, signer_of, store_record
-from peerstep.redial import _redial, find_tcp_endpoint
+from peerstep.peer.clock import run_time
+from peerstep.peer.node import NUM_BUCKETS, DHTProtocol, bucket_of
+from peerstep.peer.redial import _redial, find_tcp_endpoint
+from peerstep.reports.records import RunValidator, get_dictionary, signer_of, store_record
 from tests.support.dht_records import make_validators, trainer_record
 from tests.support.hostile_peer import RAW, nest
 from tests.support.peers import local_peer
@@ -192,7 +192,7 @@ def test_largest_dictionary_fits_into_one_answer():
 
 def test_more_signers_than_a_run_has_peers_are_refused(monkeypatch):
     now = get_dht_time()
-    monkeypatch.setattr("peerstep.records.run_time", lambda: now)
+    monkeypatch.setattr("peerstep.reports.records.run_time", lambda: now)
     monkeypatch.setattr(RunValidator, "MAX_SUBKEYS", 3)
     validator = RunValidator([], dict.fromkeys((b"key", b"another key"), 100.0))
     signers = [MSGPackSerializer.dumps(make_validators("run", RSAPrivateKey())[1]) for _ in range(4)]

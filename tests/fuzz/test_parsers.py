@@ -41,19 +41,19 @@ from cotrain.monitoring.advice import parse_shares
 from cotrain.monitoring.aggregation import MetricsAggregator
 from cotrain.monitoring.contributors import Contributors
 from cotrain.peer.run_config import RunConfig, check_safe, choose, refuse_differences
-from peerstep.bounds import MIN_WEIGHT, Bounds, ViolationError
-from peerstep.claims import PROOF_BYTES, Claims, deal, parse_claims
-from peerstep.compression import COMPRESSIONS
-from peerstep.history import MAX_STEP, NUM_MARKS, add_mark, parse_marks
-from peerstep.known_peers import MAX_HELD_REQUESTS, parse_list
-from peerstep.matchmaking import StepMatchmaking
-from peerstep.node import DHTProtocol, bucket_of, node_id_of
-from peerstep.progress_record import PeerProgress, parse_progress
-from peerstep.records import peer_id_of
-from peerstep.requests import parse_step
-from peerstep.state_download import StateDownload, rank_donors
-from peerstep.state_layout import read_position
-from peerstep.wire import TensorAssembler, TensorSpec, check_tensor
+from peerstep.peer.node import DHTProtocol, bucket_of, node_id_of
+from peerstep.reports.marks import MAX_STEP, NUM_MARKS, add_mark, parse_marks
+from peerstep.reports.progress_report import PeerProgress, parse_progress
+from peerstep.reports.records import peer_id_of
+from peerstep.rounds.bounds import MIN_WEIGHT, Bounds, ViolationError
+from peerstep.rounds.claims import PROOF_BYTES, Claims, deal, parse_claims
+from peerstep.rounds.known_peers import MAX_HELD_REQUESTS, parse_list
+from peerstep.rounds.matchmaking import StepMatchmaking
+from peerstep.rounds.requests import parse_step
+from peerstep.state.download import StateDownload, rank_donors
+from peerstep.state.layout import read_position
+from peerstep.tensors.checks import TensorAssembler, TensorSpec, check_tensor
+from peerstep.tensors.compression import COMPRESSIONS
 from tests.fuzz.mutations import NUMBERS, altered, altered_fields, bounded, damaged, fuzz, to_json
 from tests.support.dht_records import entries, make_validators, metric, trainer_record
 from tests.support.offline import offline_averager

@@ -23,13 +23,13 @@ from hivemind.utils import MSGPackSerializer
 from cotrain.admission.admission import Admission
 from cotrain.admission.revocations import Revocations
 from cotrain.peer.run_config import choose
-from peerstep.claims import PROOF_BYTES, Claims
-from peerstep.history import parse_marks
-from peerstep.known_peers import parse_list
-from peerstep.progress_record import parse_progress
-from peerstep.state_digest import Digest
-from peerstep.state_download import StateDownload, rank_donors
-from peerstep.wire import TensorAssembler
+from peerstep.reports.marks import parse_marks
+from peerstep.reports.progress_report import parse_progress
+from peerstep.rounds.claims import PROOF_BYTES, Claims
+from peerstep.rounds.known_peers import parse_list
+from peerstep.state.digest import Digest
+from peerstep.state.download import StateDownload, rank_donors
+from peerstep.tensors.checks import TensorAssembler
 from tests.fuzz.mutations import bounded
 from tests.fuzz.test_parsers import (
     AUTHORITY,

@@ -13,7 +13,7 @@ from cotrain.models.model import choose_kernels, enable_gradient_checkpointing
 from cotrain.peer.run_config import SETTINGS
 from cotrain.settings import Hyperparameters
 from cotrain.training.builders import build_local_optimizer, build_param_groups
-from peerstep.optimizer_state import build_with_statistics, initialize_optimizer_state
+from peerstep.state.statistics import build_with_statistics, initialize_optimizer_state
 from tests.support.fakes import make_batch
 from tests.support.families import FAMILIES
 from tests.support.models import build_model

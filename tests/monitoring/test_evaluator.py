@@ -20,8 +20,8 @@ from cotrain.monitoring.reporters import Reporters
 from cotrain.task import Task
 from cotrain.tasks import text
 from cotrain.tasks.text import measure
-from peerstep import records as dht_records
-from peerstep.clock import run_time
+from peerstep.peer.clock import run_time
+from peerstep.reports import records as dht_records
 from tests.support.dht_records import heartbeat
 from tests.support.fakes import make_batch, make_text_task
 from tests.support.models import build_model

@@ -20,9 +20,9 @@ from cotrain.monitoring.contributors import Contributors
 from cotrain.monitoring.monitor import CheckpointKeeper, TrainingMonitor
 from cotrain.monitoring.reporters import Reporters
 from cotrain.task import Task
-from peerstep import records as dht_records
-from peerstep.clock import run_time
-from peerstep.coordinator import Outcome, StepRecord
+from peerstep.peer.clock import run_time
+from peerstep.reports import records as dht_records
+from peerstep.step.coordinator import Outcome, StepRecord
 from run_training_monitor import RunArguments
 from tests.support.dht_records import entries, heartbeat, metric, trainer_record
 from tests.support.fakes import FakeAverager, make_session, storing_peer

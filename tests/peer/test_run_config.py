@@ -37,7 +37,7 @@ from cotrain.peer.run_config import (
     refuse_differences,
 )
 from cotrain.settings import Hyperparameters, StepSettings
-from peerstep.rounds import PROTOCOL
+from peerstep.rounds.averager import PROTOCOL
 from run_training_monitor import ARGUMENTS as MONITOR_ARGUMENTS
 from tests.support.peers import wait_until
 

@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from peerstep.base import SafeAverager
-from peerstep.progress import ProgressTracker
+from peerstep.peer.averager_process import SafeAverager
+from peerstep.progress.tracker import ProgressTracker
 from tests.support.offline import Answer, Donors
 from tests.support.simulated_time import LeapingClock
 
@@ -29,6 +29,6 @@ def clock(monkeypatch) -> LeapingClock:
 @pytest.fixture
 def donors(monkeypatch, clock) -> Iterator[Donors]:
     """Peers in memory that download each other's state."""
-    monkeypatch.setattr("peerstep.state.MPFuture", Answer)
+    monkeypatch.setattr("peerstep.state.averager.MPFuture", Answer)
     with ThreadPoolExecutor(16) as pool:
         yield Donors(pool)

@@ -4,9 +4,9 @@ from functools import partial
 
 import torch
 
-from peerstep.accumulators import GradientAccumulator
-from peerstep.local_updates import LocalTraining
-from peerstep.optimizer_state import constant_schedule
+from peerstep.state.statistics import constant_schedule
+from peerstep.step.accumulators import GradientAccumulator
+from peerstep.step.local_updates import LocalTraining
 
 
 def test_gradients_whose_sum_overflows_are_not_sent():

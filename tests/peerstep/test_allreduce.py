@@ -20,12 +20,12 @@ from hivemind.compression import (
 from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2
 
-from peerstep import allreduce, reducer
-from peerstep.accumulators import clip_norm
-from peerstep.allreduce import AllReduce, cut_tensors
-from peerstep.bounds import MAX_GRADIENT_NORM, MIN_WEIGHT, Bounds, ViolationError, norm_of
-from peerstep.compression import COMPRESSIONS
-from peerstep.reducer import Part
+from peerstep.rounds import allreduce, reducer
+from peerstep.rounds.allreduce import AllReduce, cut_tensors
+from peerstep.rounds.bounds import MAX_GRADIENT_NORM, MIN_WEIGHT, Bounds, ViolationError, norm_of
+from peerstep.rounds.reducer import Part
+from peerstep.step.accumulators import clip_norm
+from peerstep.tensors.compression import COMPRESSIONS
 
 OWN = torch.full((100,), 0.1)  # norm 1
 BOUNDS = Bounds(weight=256.0, parameter_step=0.01)

@@ -13,8 +13,16 @@ from hivemind.proto import runtime_pb2
 from hivemind.proto.runtime_pb2 import BLOCKWISE_8BIT
 from hypothesis import example, given, settings
 
-from peerstep.compression import BLOCK, COMPRESSIONS, FRACTION, Blockwise4Bit, Blockwise8Bit, CodedCompression, TopK
-from peerstep.wire import TensorSpec, check_tensor
+from peerstep.tensors.checks import TensorSpec, check_tensor
+from peerstep.tensors.compression import (
+    BLOCK,
+    COMPRESSIONS,
+    FRACTION,
+    Blockwise4Bit,
+    Blockwise8Bit,
+    CodedCompression,
+    TopK,
+)
 
 pytestmark = pytest.mark.usefixtures("patches")
 CODED = [kind() for kind in COMPRESSIONS.values() if issubclass(kind, CodedCompression)]

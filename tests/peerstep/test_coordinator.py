@@ -5,11 +5,11 @@ from collections.abc import Callable
 import pytest
 from hivemind.averaging.control import AveragingStage
 
-from peerstep import coordinator as coordinator_module
-from peerstep.coordinator import GRACE_SECONDS, RoundCoordinator
-from peerstep.membership import Membership
 from peerstep.options import Options
-from peerstep.round_result import Outcome, RoundResult
+from peerstep.rounds.result import Outcome, RoundResult
+from peerstep.state.membership import Membership
+from peerstep.step import coordinator as coordinator_module
+from peerstep.step.coordinator import GRACE_SECONDS, RoundCoordinator
 
 RESULT = RoundResult(Outcome.AVERAGED)
 

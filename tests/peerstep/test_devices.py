@@ -9,7 +9,7 @@ import torch
 from hivemind.utils.tensor_descr import _safe_check_pinned
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from peerstep.accumulators import GradientAccumulator, clip_norm
+from peerstep.step.accumulators import GradientAccumulator, clip_norm
 from tests.peerstep.test_accumulators import train_locally
 from tests.support.fake_device import DeviceTensor, fake_streams, is_free
 

@@ -9,9 +9,9 @@ from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 
-from peerstep import node as own_node
-from peerstep.clock import run_time
-from peerstep.node import node_id_of
+from peerstep.peer import node as own_node
+from peerstep.peer.clock import run_time
+from peerstep.peer.node import node_id_of
 from tests.support.dht_nodes import Nodes, invent_peers, make_hostile, report_keys
 
 

@@ -17,12 +17,12 @@ from hivemind.p2p import P2PDaemonError, PeerID, ServicerBase
 from hivemind.proto import averaging_pb2
 from hivemind.utils.crypto import RSAPrivateKey
 
-from peerstep import conduct, known_peers, matchmaking, requests
-from peerstep.claims import PROOF_BYTES, Claims, parse_claims, rank, sign
-from peerstep.clock import run_time
-from peerstep.matchmaking import RosterEntry, StepMatchmaking
-from peerstep.records import signer_of
-from peerstep.requests import parse_step
+from peerstep.peer.clock import run_time
+from peerstep.reports.records import signer_of
+from peerstep.rounds import conduct, known_peers, matchmaking, requests
+from peerstep.rounds.claims import PROOF_BYTES, Claims, parse_claims, rank, sign
+from peerstep.rounds.matchmaking import RosterEntry, StepMatchmaking
+from peerstep.rounds.requests import parse_step
 
 pytestmark = pytest.mark.usefixtures("patches", "clock")
 

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from peerstep.membership import MAX_ATTEMPTS, MAX_ATTEMPTS_OF_OTHERS, MAX_FAILURES, Membership
-from peerstep.progress_record import MAX_LAG
+from peerstep.reports.progress_report import MAX_LAG
+from peerstep.state.membership import MAX_ATTEMPTS, MAX_ATTEMPTS_OF_OTHERS, MAX_FAILURES, Membership
 
 
 def result(received=1.0, parameters=None, distance=0.0, is_far=False) -> SimpleNamespace:

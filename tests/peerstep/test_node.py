@@ -25,10 +25,10 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from cotrain.common.errors import TemporaryError
 from cotrain.peer import peer as peer_module
-from peerstep import node as node_module
 from peerstep import swarm
-from peerstep.clock import run_time
-from peerstep.node import (
+from peerstep.peer import node as node_module
+from peerstep.peer.clock import run_time
+from peerstep.peer.node import (
     NUM_BUCKETS,
     RelayedP2P,
     bucket_of,
@@ -36,7 +36,7 @@ from peerstep.node import (
     node_id_of,
     receive_raw_data,
 )
-from peerstep.records import get_dictionary, store_record
+from peerstep.reports.records import get_dictionary, store_record
 from peerstep.swarm import _end, load_identity
 from tests.support.peers import local_peer, wait_until
 
@@ -136,7 +136,7 @@ def test_identity_that_another_peer_uses_is_named(tmp_path, monkeypatch):
 
 
 def test_only_peers_without_a_direct_connection_are_disconnected(monkeypatch):
-    monkeypatch.setattr("peerstep.node.START_SECONDS", 0.0)
+    monkeypatch.setattr("peerstep.peer.node.START_SECONDS", 0.0)
     direct, relayed = "/ip4/1.2.3.4/tcp/31337", f"{RELAY}/p2p-circuit"
     connections = [("a", direct), ("b", relayed), ("c", relayed), ("c", direct), ("b", relayed)]
     p2p = AsyncMock()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hivemind.utils import MPFuture
 
-from peerstep.base import SafeAverager
+from peerstep.peer.averager_process import SafeAverager
 from tests.support.models import build_model
 from tests.support.peers import wait_until
 from tests.support.state import CONFIG

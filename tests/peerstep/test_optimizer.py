@@ -14,14 +14,14 @@ import torch
 from hivemind.p2p import PeerID
 
 from cotrain.common.diagnosis import next_hint
-from peerstep.coordinator import Outcome
-from peerstep.joining import MAX_MISSED_UPDATES
-from peerstep.local_updates import INNER_WARMUP_STEPS
-from peerstep.membership import MAX_ATTEMPTS
 from peerstep.optimizer import CollaborativeOptimizer
 from peerstep.options import Options
-from peerstep.progress_record import MAX_LAG
-from peerstep.view import View
+from peerstep.progress.view import View
+from peerstep.reports.progress_report import MAX_LAG
+from peerstep.state.membership import MAX_ATTEMPTS
+from peerstep.step.coordinator import Outcome
+from peerstep.step.joining import MAX_MISSED_UPDATES
+from peerstep.step.local_updates import INNER_WARMUP_STEPS
 from tests.support.offline import PEER, offline_optimizer
 from tests.support.peers import wait_until
 from tests.support.state import snapshot
@@ -411,7 +411,7 @@ def test_due_step_waits_for_the_end_of_a_short_local_step(local_seconds, round_s
 
 def test_averaging_share_is_the_time_in_rounds(monkeypatch):
     optimizer, now = build(), [100.0]
-    monkeypatch.setattr("peerstep.step_thread.time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
+    monkeypatch.setattr("peerstep.step.thread.time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
     optimizer.coordinator.during = lambda: now.append(now.pop() + 2.0)
     for number, expected in enumerate((None, None, None, 0.25, 0.25)):
         assert optimizer.pace.averaging_share == expected, f"after {number} rounds"

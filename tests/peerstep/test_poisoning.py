@@ -8,9 +8,9 @@ import torch
 from hivemind.compression import CompressionInfo, NoCompression, TensorRole
 from hivemind.p2p import PeerID
 
-from peerstep.accumulators import clip_norm
-from peerstep.bounds import Bounds
-from peerstep.reducer import Part, Reducer
+from peerstep.rounds.bounds import Bounds
+from peerstep.rounds.reducer import Part, Reducer
+from peerstep.step.accumulators import clip_norm
 
 STEPS, BATCH_SIZE, TARGET_BATCH_SIZE = 300, 64, 4096
 REDUCER, *SENDERS = [PeerID(b"\x12\x20" + bytes([number] * 32)) for number in range(4)]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from peerstep.history import MAX_DIFFERENT, different_marks
+from peerstep.reports.marks import MAX_DIFFERENT, different_marks
 from tests.support.random_faults import FaultyPeer, FaultyRun, Plan, draw_plan
 from tests.support.simulated_time import EPOCH
 

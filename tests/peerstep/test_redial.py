@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from peerstep import clock, redial
-from peerstep.clock import correct_clock, run_time
-from peerstep.records import get_dictionary, store_record
-from peerstep.redial import BootstrapRedialer, set_run_clock
+from peerstep.peer import clock, redial
+from peerstep.peer.clock import correct_clock, run_time
+from peerstep.peer.redial import BootstrapRedialer, set_run_clock
+from peerstep.reports.records import get_dictionary, store_record
 from tests.support.peers import local_peer, wait_until
 
 NOW = 1.8e9  # the right time, in tests of fake peers

@@ -14,13 +14,13 @@ from hivemind.proto.averaging_pb2 import AVERAGED_PART, BAD_GROUP_ID, AveragingD
 from hivemind.utils import MPFuture
 from hivemind.utils.asyncio import as_aiter
 
-from peerstep.base import SafeAverager
-from peerstep.claims import Claims, deal
-from peerstep.conduct import Conduct
 from peerstep.options import Options
-from peerstep.own_rounds import OwnRounds
-from peerstep.round_result import RoundResult
-from peerstep.rounds import RoundAverager
+from peerstep.peer.averager_process import SafeAverager
+from peerstep.rounds.averager import RoundAverager
+from peerstep.rounds.claims import Claims, deal
+from peerstep.rounds.conduct import Conduct
+from peerstep.rounds.own_rounds import OwnRounds
+from peerstep.rounds.result import RoundResult
 from tests.support.false_leader import FalseLeader
 from tests.support.peers import Script, wait_until
 
@@ -159,7 +159,7 @@ async def test_part_for_a_round_that_has_ended_or_is_large_is_refused(clock, gro
 
 
 async def test_number_of_waiting_parts_of_unknown_groups_is_bounded_for_each_peer(clock, monkeypatch):
-    monkeypatch.setattr("peerstep.own_rounds.MAX_WAITING_STREAMS", 0)
+    monkeypatch.setattr("peerstep.rounds.own_rounds.MAX_WAITING_STREAMS", 0)
     averager = LateAverager()
     async with asyncio.timeout(0.4):
         assert (await anext(await averager.answer(b"unknown"))).code == BAD_GROUP_ID

@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 import pytest
 import torch
 
-from peerstep import neighbours
-from peerstep.local_updates import INNER_WARMUP_STEPS
+from peerstep.rounds import relative_bounds
+from peerstep.step.local_updates import INNER_WARMUP_STEPS
 from tests.support.scenario import Peer, Scenario
 
 pytestmark = [pytest.mark.peers, pytest.mark.usefixtures("patches")]  # simulated ones
@@ -108,7 +108,7 @@ def test_unequal_peers_take_the_steps_of_one_process(flags, monkeypatch):
 
     A newcomer's first local updates are small, and would bound those of the others.
     """
-    monkeypatch.setattr(neighbours, "LOOSE_RATIO", 1e9)
+    monkeypatch.setattr(relative_bounds, "LOOSE_RATIO", 1e9)
     with Scenario(31, factor=25.0, target_batch_size=200, **FLAGS, **flags) as scenario:
         thin, client, leaving = (
             scenario.add(speed=0.5, uplink=3000.0, clock=600.0), scenario.add(client=True, clock=-5.0),

@@ -9,8 +9,9 @@ from collections.abc import Collection, Iterator
 import pytest
 import torch
 
-from peerstep import joining, known_peers, uplink
-from peerstep.history import MAX_DIFFERENT, different_marks
+from peerstep.reports.marks import MAX_DIFFERENT, different_marks
+from peerstep.rounds import known_peers, uplink
+from peerstep.step import joining
 from tests.support import simulated_network
 from tests.support.scenario import BATCH, Peer, Scenario
 

@@ -18,8 +18,8 @@ from cotrain.training.builders import (
     build_param_groups,
     build_scheduler,
 )
-from peerstep.state import TrainingStateAverager, set_schedule
-from peerstep.state_layout import StateLoadError, all_finite
+from peerstep.state.averager import TrainingStateAverager, set_schedule
+from peerstep.state.layout import StateLoadError, all_finite
 from tests.support.offline import offline_averager
 from tests.support.state import (
     arguments,
@@ -185,7 +185,7 @@ def test_steps_do_not_wait_while_a_copy_is_written(pool):
 def test_copies_take_a_small_share_of_the_time(monkeypatch):
     """Here one takes 4 seconds, and a step ten. Meanwhile downloads get the older copy, with its own step."""
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr("peerstep.state.time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr("peerstep.state.averager.time", SimpleNamespace(monotonic=lambda: clock.now))
     averager, steps = offline_averager(), []
     serialize = averager._serialize
 

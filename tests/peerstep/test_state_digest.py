@@ -9,10 +9,10 @@ import torch
 from hivemind.p2p import P2PDaemonError
 from hivemind.utils.timed_storage import ValueWithExpiration
 
-from peerstep.history import common_marks, is_forked
-from peerstep.optimizer_state import build_with_statistics
-from peerstep.state_digest import SEED_BYTES, Digest, distances, fold, is_near
-from peerstep.state_layout import StateLayout
+from peerstep.reports.marks import common_marks, is_forked
+from peerstep.state.digest import SEED_BYTES, Digest, distances, fold, is_near
+from peerstep.state.layout import StateLayout
+from peerstep.state.statistics import build_with_statistics
 from tests.support.offline import Donors
 from tests.support.state import arguments, fill_parameters, offer, snapshot, update
 

@@ -14,12 +14,12 @@ from hivemind.utils import MSGPackSerializer
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from cotrain.training import builders
-from peerstep import wire
-from peerstep.records import signer_of
-from peerstep.state import TrainingStateAverager
-from peerstep.state_digest import Digest, fold
-from peerstep.state_download import StateDownload, rank_donors
-from peerstep.state_layout import StateLoadError
+from peerstep.reports.records import signer_of
+from peerstep.state.averager import TrainingStateAverager
+from peerstep.state.digest import Digest, fold
+from peerstep.state.download import StateDownload, rank_donors
+from peerstep.state.layout import StateLoadError
+from peerstep.tensors import checks
 from tests.support.models import build_model
 from tests.support.offline import RNG, offline_averager
 from tests.support.peers import wait_until
@@ -140,9 +140,9 @@ async def send_forever(messages: AsyncIterator) -> AsyncIterator:
 )
 def test_faulty_donor_is_passed_over_and_without_another_the_own_state_stays(donors, clock, monkeypatch, behaviour):
     """The faulty one is asked first. What it sends is checked before it is deserialized."""
-    deserialized, deserialize = set(), wire.deserialize_torch_tensor
+    deserialized, deserialize = set(), checks.deserialize_torch_tensor
     monkeypatch.setattr(
-        wire, "deserialize_torch_tensor", lambda message: deserialized.add(message.dtype) or deserialize(message)
+        checks, "deserialize_torch_tensor", lambda message: deserialized.add(message.dtype) or deserialize(message)
     )
     faulty, good, newcomer = donors.add(behaviour), donors.add(), donors.add(donor_timeout=1.0, download_timeout=12.0)
     update(good, 1, seed=0)
@@ -368,7 +368,7 @@ async def test_digests_take_a_bounded_share_of_the_time(donors, clock, monkeypat
     donor = donors.add()
     offer(donor, step=5)
     monkeypatch.setattr(donor.layout, "groups", lambda tensors: setattr(donor, "_digest_seconds", 1.0) or [tensors])
-    monkeypatch.setattr("peerstep.state.time.thread_time", iter(range(10**6)).__next__)  # each takes a second
+    monkeypatch.setattr("peerstep.state.averager.time.thread_time", iter(range(10**6)).__next__)  # each takes a second
 
     async def ask(number: int) -> bool:
         context = SimpleNamespace(remote_id=bytes([number]))
@@ -390,7 +390,7 @@ async def test_keys_that_ask_again_and_again_hold_up_no_other(donors, clock, mon
     offer(donor, step=5)
     donor.allow_state_sharing = False  # it lacks an update
     monkeypatch.setattr(donor.layout, "groups", lambda tensors: [tensors])
-    monkeypatch.setattr("peerstep.state.time.thread_time", iter(range(0, 10**6, 3)).__next__)
+    monkeypatch.setattr("peerstep.state.averager.time.thread_time", iter(range(0, 10**6, 3)).__next__)
 
     async def ask(name: bytes) -> bool:
         context = SimpleNamespace(remote_id=name)

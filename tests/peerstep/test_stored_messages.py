@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from peerstep.stored_messages import StoredMessages
+from peerstep.state.messages import StoredMessages
 
 MESSAGES = [b"first", b"", bytes(range(256)) * 300, b"\0" * 4, b"last"]
 

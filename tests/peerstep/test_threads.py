@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from cotrain.common.errors import TEMPORARY, TemporaryError, UserError
-from peerstep import processes
 from peerstep.errors import SwarmError
-from peerstep.processes import Watchdog
+from peerstep.peer import processes
+from peerstep.peer.processes import Watchdog
+from peerstep.peer.threads import PeriodicThread
 from peerstep.swarm import supervise
-from peerstep.threads import PeriodicThread
 from tests.support.peers import local_optimizer, local_peer, wait_until
 
 

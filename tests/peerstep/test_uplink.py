@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-from peerstep import uplink
-from peerstep.reducer import Delivery
-from peerstep.uplink import FIRST_CLAIM, MAX_MEASURED, BandwidthClaim, UplinkMeter
+from peerstep.rounds import uplink
+from peerstep.rounds.reducer import Delivery
+from peerstep.rounds.uplink import FIRST_CLAIM, MAX_MEASURED, BandwidthClaim, UplinkMeter
 
 
 async def test_largest_rate_of_one_interface_is_measured(clock, monkeypatch):

@@ -18,8 +18,8 @@ from hivemind.dht.validation import RecordValidatorBase
 import cotrain.peer
 import peerstep
 from peerstep import patches
-from peerstep.base import switch_to_safe_loop
-from peerstep.matchmaking import StepMatchmaking
+from peerstep.peer.averager_process import switch_to_safe_loop
+from peerstep.rounds.matchmaking import StepMatchmaking
 
 ROOT = Path(__file__).parents[2]
 CATALOGUE = ROOT / "docs" / "upgrading-hivemind.md"
@@ -77,7 +77,7 @@ def catalogue_rows() -> dict[str, str]:
 def overridden_modules() -> Iterator[tuple[str, str]]:
     """Yield the modules of hivemind with overridden methods, as in `TESTED`, and our class."""
     for package in (peerstep, cotrain.peer):
-        for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+        for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
             for cls in vars(importlib.import_module(module.name)).values():
                 if inspect.isclass(cls) and cls.__module__ == module.name:
                     yield from ((name, cls.__qualname__) for name in overridden_by(cls))

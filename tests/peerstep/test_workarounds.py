@@ -11,10 +11,10 @@ import pytest
 from hivemind.utils import MPFuture
 
 from cotrain.common.logs import TracebackFilter
-from peerstep.base import SafeAverager, switch_to_safe_loop
-from peerstep.matchmaking import RoundControl
 from peerstep.optimizer import CollaborativeOptimizer
-from peerstep.records import get_dictionary
+from peerstep.peer.averager_process import SafeAverager, switch_to_safe_loop
+from peerstep.reports.records import get_dictionary
+from peerstep.rounds.matchmaking import RoundControl
 
 
 def test_scaler_of_hivemind_is_refused():
@@ -83,7 +83,7 @@ def test_handle_of_a_round_keeps_its_values_apart():
 
 def test_reading_from_a_dht_that_has_died_ends(monkeypatch):
     """hivemind's `get` without `return_future` never returns then."""
-    monkeypatch.setattr("peerstep.records.READ_TIMEOUT", 0.1)
+    monkeypatch.setattr("peerstep.reports.records.READ_TIMEOUT", 0.1)
     dht = SimpleNamespace(get=lambda key, latest, return_future=False: MPFuture())
     assert get_dictionary(dht, "key") == {}
 

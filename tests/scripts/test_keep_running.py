@@ -15,7 +15,7 @@ from tests.support.peers import LONG_STEPS, ROOT, wait_until
 # A command that notes each of its starts, and then ends or hangs.
 COMMAND = """\
 import os, signal, sys, time
-from peerstep.processes import Watchdog
+from peerstep.peer.processes import Watchdog
 starts, *ends = sys.argv[1:]
 number = len(open(starts).read()) if os.path.exists(starts) else 0
 open(starts, "a").write("x")

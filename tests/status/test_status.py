@@ -24,8 +24,8 @@ from cotrain.status.status import (
     show_status,
 )
 from cotrain.status.status_keeper import REASONS, StatusKeeper
-from peerstep.coordinator import Outcome, StepRecord
-from peerstep.progress_record import MAX_ROUNDS
+from peerstep.reports.progress_report import MAX_ROUNDS
+from peerstep.step.coordinator import Outcome, StepRecord
 from tests.support.fakes import FakeTracker
 from tests.support.peers import ROOT
 

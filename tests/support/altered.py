@@ -71,7 +71,7 @@ def record(recorder: Recorder) -> None:
     from hivemind.dht.protocol import DHTProtocol
 
     from peerstep.optimizer import CollaborativeOptimizer
-    from peerstep.progress import ProgressTracker
+    from peerstep.progress.tracker import ProgressTracker
 
     take_step, finish_fetch = CollaborativeOptimizer.step, ProgressTracker._finish_read
 
@@ -112,7 +112,7 @@ def record(recorder: Recorder) -> None:
 
 def slow_down_downloads(seconds: float, recorder: Recorder | None) -> None:
     """Add seconds to each download of the training state, and record it."""
-    from peerstep.state import TrainingStateAverager
+    from peerstep.state.averager import TrainingStateAverager
 
     download = TrainingStateAverager.download_state
 

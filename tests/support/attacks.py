@@ -19,23 +19,24 @@ from hivemind.p2p.p2p_daemon_bindings.control import DEFAULT_MAX_MSG_SIZE
 from hivemind.proto import averaging_pb2
 
 from cotrain.training import recovery
-from peerstep import optimizer, rounds
-from peerstep.accumulators import GradientAccumulator
-from peerstep.allreduce import AllReduce
-from peerstep.bounds import Bounds
-from peerstep.claims import MAX_BANDWIDTH, Claims
-from peerstep.clock import run_time
-from peerstep.coordinator import RoundCoordinator
-from peerstep.known_peers import KnownPeers
-from peerstep.local_updates import LocalTraining
-from peerstep.matchmaking import StepMatchmaking
-from peerstep.own_rounds import OwnRounds
-from peerstep.progress import ProgressTracker
-from peerstep.progress_record import MAX_SAMPLES, PeerProgress
-from peerstep.reducer import Reducer
-from peerstep.requests import JoinRequests
-from peerstep.rounds import RoundAverager
-from peerstep.state import TrainingStateAverager
+from peerstep import optimizer
+from peerstep.peer.clock import run_time
+from peerstep.progress.tracker import ProgressTracker
+from peerstep.reports.progress_report import MAX_SAMPLES, PeerProgress
+from peerstep.rounds import averager
+from peerstep.rounds.allreduce import AllReduce
+from peerstep.rounds.averager import RoundAverager
+from peerstep.rounds.bounds import Bounds
+from peerstep.rounds.claims import MAX_BANDWIDTH, Claims
+from peerstep.rounds.known_peers import KnownPeers
+from peerstep.rounds.matchmaking import StepMatchmaking
+from peerstep.rounds.own_rounds import OwnRounds
+from peerstep.rounds.reducer import Reducer
+from peerstep.rounds.requests import JoinRequests
+from peerstep.state.averager import TrainingStateAverager
+from peerstep.step.accumulators import GradientAccumulator
+from peerstep.step.coordinator import RoundCoordinator
+from peerstep.step.local_updates import LocalTraining
 from tests.support.false_leader import FalseLeader
 
 LARGE = 1e9
@@ -66,7 +67,7 @@ def claim_everything() -> None:
     wrap(Claims, "pack", lambda pack, self: pack(replace(self, bandwidth=MAX_BANDWIDTH)))
     most = {"samples_accumulated": MAX_SAMPLES, "contributed": MAX_SAMPLES, "samples_per_second": float(MAX_SAMPLES)}
     wrap(PeerProgress, "to_record", lambda to_record, self: to_record(self) | most)
-    wrap(rounds, "cut_tensors", lambda cut, *args, **options: cut(*args[:7], LARGE, **options))
+    wrap(averager, "cut_tensors", lambda cut, *args, **options: cut(*args[:7], LARGE, **options))
 
 
 def send_large() -> None:

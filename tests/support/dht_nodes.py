@@ -13,10 +13,10 @@ from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils.crypto import RSAPrivateKey
 
-from peerstep import node as own_node
-from peerstep.clock import run_time
-from peerstep.node import NUM_BUCKETS, PROGRESS, WITHOUT_CACHES, RelayedP2P, RunNode, read_reports
-from peerstep.progress_record import PeerProgress
+from peerstep.peer import node as own_node
+from peerstep.peer.clock import run_time
+from peerstep.peer.node import NUM_BUCKETS, PROGRESS, WITHOUT_CACHES, RelayedP2P, RunNode, read_reports
+from peerstep.reports.progress_report import PeerProgress
 from tests.support.dht_records import make_validators
 
 KEY = f"run_{PROGRESS}"

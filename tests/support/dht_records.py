@@ -6,8 +6,8 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 
 import utils
 from cotrain.monitoring.aggregation import PeerStep
-from peerstep.progress_record import PROTOCOL, PeerProgress
-from peerstep.records import build_validators
+from peerstep.reports.progress_report import PROTOCOL, PeerProgress
+from peerstep.reports.records import build_validators
 
 
 def make_validators(run_id: str, private_key: RSAPrivateKey | None = None) -> tuple[list[RecordValidatorBase], bytes]:

@@ -17,8 +17,8 @@ from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import CompositeValidator
 from hivemind.utils.crypto import RSAPrivateKey
 
-from peerstep.node import WITHOUT_CACHES, RelayedP2P, RunNode, read_reports
 from peerstep.patches import apply_patches
+from peerstep.peer.node import WITHOUT_CACHES, RelayedP2P, RunNode, read_reports
 from tests.support.dht_nodes import HOST, invent_peers, make_hostile
 from tests.support.dht_records import make_validators
 

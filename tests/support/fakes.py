@@ -24,7 +24,7 @@ from cotrain.task import Task
 from cotrain.tasks.text import TextTask
 from cotrain.training.checkpoints import SavedState
 from cotrain.training.session import TrainingSession
-from peerstep.processes import Watchdog
+from peerstep.peer.processes import Watchdog
 
 
 def make_batch(size: int = 8, length: int = 32) -> dict[str, torch.Tensor]:

@@ -9,11 +9,11 @@ from hivemind.averaging.group_info import GroupInfo
 from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2
 
-from peerstep.claims import PROOF_BYTES, Claims, deal, parse_claims
-from peerstep.matchmaking import Search, StepMatchmaking
-from peerstep.reducer import answers_to
-from peerstep.rounds import RoundAverager
-from peerstep.standing import Standing, divide
+from peerstep.rounds.averager import RoundAverager
+from peerstep.rounds.claims import PROOF_BYTES, Claims, deal, parse_claims
+from peerstep.rounds.matchmaking import Search, StepMatchmaking
+from peerstep.rounds.reducer import answers_to
+from peerstep.rounds.shares import Standing, divide
 
 Entries = dict[PeerID, bytes]
 INVENTED = [PeerID(b"\x12\x20" + bytes([7, number] * 16)) for number in range(60)]

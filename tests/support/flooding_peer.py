@@ -23,11 +23,11 @@ from hivemind.utils import get_dht_time
 from hivemind.utils.asyncio import as_aiter
 from hivemind.utils.crypto import RSAPrivateKey
 
-from peerstep.node import PROGRESS, read_reports
-from peerstep.processes import guard_children
-from peerstep.records import signer_of
-from peerstep.rounds import RoundAverager
-from peerstep.state import TrainingStateAverager
+from peerstep.peer.node import PROGRESS, read_reports
+from peerstep.peer.processes import guard_children
+from peerstep.reports.records import signer_of
+from peerstep.rounds.averager import RoundAverager
+from peerstep.state.averager import TrainingStateAverager
 from tests.support.dht_records import make_validators
 
 NUM_PARTS, NUM_JOINS, NUM_DOWNLOADS = 50, 20, 20  # streams to each peer, again and again

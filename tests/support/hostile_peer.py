@@ -23,10 +23,10 @@ from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 
-from peerstep.node import PROGRESS, bucket_of, read_reports
-from peerstep.processes import guard_children
-from peerstep.records import signer_of
-from peerstep.rounds import PROTOCOL
+from peerstep.peer.node import PROGRESS, bucket_of, read_reports
+from peerstep.peer.processes import guard_children
+from peerstep.reports.records import signer_of
+from peerstep.rounds.averager import PROTOCOL
 from tests.support.dht_records import trainer_record
 
 # The claimed steps are far above those of the tests' runs, so that tests can tell them from the trainers' reports.

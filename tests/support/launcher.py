@@ -25,7 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from cotrain.common.errors import ORGANISER_MODULES
-from peerstep.processes import keep_memory_shared, signal_at_end_of_parent
+from peerstep.peer.processes import keep_memory_shared, signal_at_end_of_parent
 
 ROOT = Path(__file__).parents[2]
 MODULES = (
@@ -180,7 +180,7 @@ def run_forked(command: list[str]) -> None:
     """Run a script in this process, which has been forked from one with hivemind."""
     from hivemind.utils import MPFuture
 
-    from peerstep import clock
+    from peerstep.peer import clock
 
     MPFuture.reset_backend()  # all scripts would share its locks
     clock._offset = RawValue("d", 0.0)  # and the correction of their clocks

@@ -11,9 +11,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from cotrain.dht.run_records import record_schemas
-from peerstep.clock import run_time
-from peerstep.progress_record import PeerProgress
-from peerstep.records import store_record
+from peerstep.peer.clock import run_time
+from peerstep.reports.progress_report import PeerProgress
+from peerstep.reports.records import store_record
 from peerstep.swarm import Swarm
 
 

@@ -11,7 +11,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from peerstep.processes import leave_with_parent
+from peerstep.peer.processes import leave_with_parent
 from tests.support.peers import namespace_prefix, wait_until
 
 # libp2p treats the address ranges for documentation as private and does not use them for relays. These are public

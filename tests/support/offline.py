@@ -12,12 +12,12 @@ from hivemind.p2p import P2PDaemonError, PeerID
 from hivemind.utils.mpfuture import MPFuture
 from hivemind.utils.timed_storage import ValueWithExpiration
 
-from peerstep.coordinator import Outcome
 from peerstep.optimizer import CollaborativeOptimizer
-from peerstep.progress_record import PeerProgress
-from peerstep.records import signer_of
-from peerstep.round_result import RoundResult
-from peerstep.state import TrainingStateAverager
+from peerstep.reports.progress_report import PeerProgress
+from peerstep.reports.records import signer_of
+from peerstep.rounds.result import RoundResult
+from peerstep.state.averager import TrainingStateAverager
+from peerstep.step.coordinator import Outcome
 from tests.support.models import build_model
 from tests.support.peers import build_trainers_optimizer
 from tests.support.simulated_network import make_subkey

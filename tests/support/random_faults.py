@@ -25,8 +25,9 @@ from hivemind.p2p import P2PDaemonError
 from hivemind.utils import MPFuture
 from hivemind.utils.timed_storage import ValueWithExpiration
 
-from peerstep import allreduce, clock, reducer, uplink
-from peerstep.records import signer_of
+from peerstep.peer import clock
+from peerstep.reports.records import signer_of
+from peerstep.rounds import allreduce, reducer, uplink
 from tests.support.scenario import BATCH, Monitor, Peer, Scenario, State
 from tests.support.simulated_network import DHT_SECONDS, DIAL_SECONDS
 from tests.support.simulated_time import EPOCH, TICK, SimulatedTime, owner

@@ -15,8 +15,8 @@ import torch
 
 from cotrain.monitoring.monitor import CheckpointKeeper
 from cotrain.task import Task
-from peerstep.coordinator import Outcome
-from peerstep.history import Marks
+from peerstep.reports.marks import Marks
+from peerstep.step.coordinator import Outcome
 from tests.support.peers import build_trainers_optimizer
 from tests.support.simulated_network import Network, Node
 from tests.support.simulated_time import owner

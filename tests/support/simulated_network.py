@@ -25,13 +25,13 @@ from hivemind.utils import MPFuture, MSGPackSerializer
 from hivemind.utils.crypto import RSAPublicKey
 from hivemind.utils.timed_storage import ValueWithExpiration
 
-from peerstep import known_peers
-from peerstep import uplink as uplink_module
-from peerstep.base import SafeAverager
-from peerstep.claims import KEY_BYTES, PROOF_BYTES, SIGNATURE_BYTES
-from peerstep.matchmaking import StepMatchmaking
-from peerstep.records import RunValidator, signer_of
-from peerstep.state import TrainingStateAverager
+from peerstep.peer.averager_process import SafeAverager
+from peerstep.reports.records import RunValidator, signer_of
+from peerstep.rounds import known_peers
+from peerstep.rounds import uplink as uplink_module
+from peerstep.rounds.claims import KEY_BYTES, PROOF_BYTES, SIGNATURE_BYTES
+from peerstep.rounds.matchmaking import StepMatchmaking
+from peerstep.state.averager import TrainingStateAverager
 from tests.support.simulated_time import EPOCH, SimulatedTime, owner
 
 LATENCY, DIAL_SECONDS, DHT_SECONDS = 0.05, 3.0, 0.1  # of a message, a dial in vain, a DHT request

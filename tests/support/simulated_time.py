@@ -73,7 +73,7 @@ class _Module:
 def replace_modules(patches: pytest.MonkeyPatch, replaced: dict[str, _Module]) -> None:
     """Let the averaging code use other modules than `time`, or also `threading`."""
     for module_name, module in list(sys.modules.items()):
-        if module_name.startswith(("peerstep.", "peerstep.clock", "hivemind.utils.performance_ema")):
+        if module_name.startswith(("peerstep.", "peerstep.peer.clock", "hivemind.utils.performance_ema")):
             for name, facade in replaced.items():
                 if vars(module).get(name) in (time, threading):
                     patches.setattr(module, name, facade)

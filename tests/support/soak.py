@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import psutil
 
-from peerstep.processes import guard_children
+from peerstep.peer.processes import guard_children
 from tests.support.peers import Script, Scripts, prepare_data, read_jsonl, steps_of
 
 MAX_SECONDS = 3000  # after which the run is given up

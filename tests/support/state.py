@@ -14,10 +14,10 @@ from cotrain.training.builders import (
     build_param_groups,
     build_scheduler,
 )
-from peerstep.compression import build_state_compression
-from peerstep.optimizer_state import build_with_statistics
-from peerstep.state import TrainingStateAverager
-from peerstep.wire import TensorAssembler
+from peerstep.state.averager import TrainingStateAverager
+from peerstep.state.statistics import build_with_statistics
+from peerstep.tensors.checks import TensorAssembler
+from peerstep.tensors.compression import build_state_compression
 from tests.support.peers import TINY_ALBERT
 
 CONFIG = AlbertConfig(vocab_size=1000, **{name: value for name, value in TINY_ALBERT.items() if name != "model_type"})

@@ -9,8 +9,8 @@ from torch_optimizer import Lamb
 from arguments import LocalTrainingArguments
 from cotrain.training.builders import build_local_optimizer
 from cotrain.training.lamb import ForeachLamb
-from peerstep.optimizer_state import build_with_statistics
-from peerstep.state_layout import StateLayout
+from peerstep.state.layout import StateLayout
+from peerstep.state.statistics import build_with_statistics
 from tests.support.fake_device import DeviceTensor
 
 

@@ -28,8 +28,8 @@ from cotrain.training.check import (
     measure_device,
 )
 from cotrain.training.needs import Needs, missing_copies
-from peerstep import processes
-from peerstep.processes import ENOUGH_FILES, raise_file_limit
+from peerstep.peer import processes
+from peerstep.peer.processes import ENOUGH_FILES, raise_file_limit
 from tests.support.dht_records import heartbeat
 
 PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"

@@ -21,7 +21,7 @@ from cotrain.training.checkpoints import list_checkpoints
 from cotrain.training.publisher import Publisher
 from cotrain.training.recovery import Recovery
 from cotrain.training.session import TrainingSession
-from peerstep.coordinator import StepRecord
+from peerstep.step.coordinator import StepRecord
 from tests.support.fakes import FakeTask, make_arguments, make_batch
 from tests.support.models import build_model
 from tests.support.peers import local_peer

@@ -22,9 +22,9 @@ from cotrain.training import checkpoints, recovery
 from cotrain.training import session as session_module
 from cotrain.training.session import TrainingSession
 from cotrain.training.start import LAST_STEP_SECONDS
-from peerstep import records as dht_records
-from peerstep.coordinator import Outcome, StepRecord
-from peerstep.records import signer_of
+from peerstep.reports import records as dht_records
+from peerstep.reports.records import signer_of
+from peerstep.step.coordinator import Outcome, StepRecord
 from tests.support.fakes import FakeTracker, make_session, make_state, storing_peer
 
 INITIAL_PEER = b"\x12\x20" + bytes(32)

@@ -15,8 +15,8 @@ from cotrain.options import NOTHING, TrainerOptions
 from cotrain.training import builders
 from cotrain.training.hf_trainer import build_training_arguments
 from peerstep import optimizer as optimizer_module
-from peerstep.compression import build_state_compression
 from peerstep.options import Options
+from peerstep.tensors.compression import build_state_compression
 from tests.support.fakes import FAKE_PEER
 
 # Values unlike the defaults
