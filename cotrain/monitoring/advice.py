@@ -56,6 +56,7 @@ class Adviser:
     def __init__(self, steps: StepSettings, hyperparameters: Hyperparameters):
         self._flags, self._advised_at = find_flags(steps, hyperparameters.local_updates), -math.inf
         self._total_steps, self._target = hyperparameters.total_steps, steps.target_batch_size
+        self._has_told_target = False
         self._times: deque[tuple[int, float]] = deque(maxlen=PACE_STEPS)  # of the newest steps, and when they ended
 
     def advise(self, averaging: float | None) -> str | None:
@@ -64,8 +65,8 @@ class Adviser:
         Of rounds that are only long beside a step it tells once.
         """
         now = time.monotonic()
-        if averaging is not None and SHORT < averaging < BUSY and self._advised_at == -math.inf:
-            self._advised_at = now
+        if averaging is not None and SHORT < averaging < BUSY and not self._has_told_target:
+            self._has_told_target = True
             return advise_target(self._target, averaging).capitalize()
         if averaging is None or averaging < BUSY or now < self._advised_at + ADVICE_SECONDS:
             return None

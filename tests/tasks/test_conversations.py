@@ -255,8 +255,10 @@ def test_local_step_weighs_each_token_whatever_the_micro_batch(objective, tmp_pa
     optimizer = SimpleNamespace(zero_grad=lambda: None, step=lambda: gradients.append(
         torch.cat([parameter.grad.flatten() for parameter in model.parameters()])))  # fmt: skip
     session = SimpleNamespace(model=model, optimizer=optimizer, loss_meter=LossMeter(), after_local_step=lambda: False)
-    training = SimpleNamespace(gradient_accumulation_steps=4, logging_steps=9, use_cpu=True, fp16=False, bf16=False,
-                               fp32=True, save_steps=9)  # fmt: skip
+    training = SimpleNamespace(
+        per_device_train_batch_size=1, gradient_accumulation_steps=4, logging_steps=9, use_cpu=True, fp16=False,
+        bf16=False, fp32=True, save_steps=9,
+    )  # fmt: skip
     loop = TrainingLoop(session, training, torch.device("cpu"))
     for row in rows:
         batch = task.collate([row])
