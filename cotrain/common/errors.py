@@ -127,6 +127,8 @@ def run_script(main: Callable[[], None]) -> None:
     # In a locale that is not UTF-8: start again in Python's UTF-8 mode, for names of files, libraries and processes.
     if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, "PYTHONUTF8": "1"})
+    if "NO_COLOR" in os.environ:
+        os.environ.setdefault("HIVEMIND_COLORS", "false")  # read when hivemind is imported
     sys.stdout, sys.stderr = _keep_writing(sys.stdout, 1), _keep_writing(sys.stderr, 2)
     try:
         main()

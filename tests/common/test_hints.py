@@ -2,6 +2,7 @@
 
 import io
 import logging
+import os
 import subprocess
 import sys
 
@@ -152,3 +153,24 @@ def test_a_peer_of_this_project_and_hivemind_are_hinted():
     assert len(lines) == 4, result.stderr
     assert NO_GROUP in lines[0] and FIREWALL in lines[2]
     assert f"[INFO] {HINT}nothing if it is rare" in lines[1] and f"[INFO] {HINT}open a port" in lines[3]
+
+
+@pytest.mark.parametrize("environment", [{}, {"NO_COLOR": "1"}])
+def test_log_has_colors_on_a_terminal_unless_no_color_is_set(environment):
+    code = (
+        "from cotrain.common.errors import run_script\n"
+        "def main():\n"
+        "    from hivemind.utils.logging import get_logger\n"
+        "    get_logger('hivemind').warning('a line')\n"
+        "run_script(main)"
+    )
+    kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "HIVEMIND_COLORS")}
+    environment = {**kept, **environment}
+    terminal, other_end = os.openpty()
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], stderr=other_end, env=environment, cwd=ROOT, check=True
+    )
+    os.close(other_end)
+    log = os.read(terminal, 10_000).decode()
+    os.close(terminal)
+    assert "a line" in log and ("\x1b[" in log) == ("NO_COLOR" not in environment)
