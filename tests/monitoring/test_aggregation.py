@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 from hivemind.utils.timed_storage import ValueWithExpiration
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cotrain.common.names import short
@@ -464,6 +464,7 @@ def test_any_records(sequence, last_reported_step):
 
 
 @settings(max_examples=100, deadline=None)
+@example(seed=512, honest=2, has_liar=False, first_step=1, refresh=1)  # with losses from 0 to 1 one was far by chance
 @given(
     seed=st.integers(0, 2**32),
     honest=st.integers(1, 4),
@@ -477,7 +478,7 @@ def test_honest_swarm_loses_no_step_and_no_contribution(seed, honest, has_liar, 
     steps, has_liar = 20, has_liar and honest >= 2
     peers = [b"p%d" % number for number in range(honest)]
     published = [
-        (START + 40 * index + random.uniform(0, SETTLE - 1), peer, metric(first_step + index, loss=random.random()))
+        (START + 40 * index + random.uniform(0, SETTLE - 1), peer, metric(first_step + index, 10.0 + random.random()))
         for index in range(steps)
         for peer in peers
     ]
