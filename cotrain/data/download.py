@@ -316,7 +316,8 @@ class _Transfer:
                     "if a proxy of this network checks connections, set REQUESTS_CA_BUNDLE to its certificate's file"
                 )
                 raise UserError(f"--dataset_url: {what}; {remedy}") from None
-            raise TransientError(getattr(cause, "strerror", None) or type(cause).__name__) from None
+            place = "the proxy of http_proxy: " if isinstance(error, requests.exceptions.ProxyError) else ""
+            raise TransientError(place + (getattr(cause, "strerror", None) or type(cause).__name__)) from None
         except requests.RequestException as error:
             what = f"{self.address} cannot be requested ({type(error).__name__}); check the address"
             raise UserError(f"--dataset_url: {what}") from None

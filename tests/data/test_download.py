@@ -614,6 +614,14 @@ def test_an_address_of_the_run_gets_no_password_and_no_proxy(args, host, folders
     assert host.passwords == [None]
 
 
+def test_a_proxy_that_does_not_answer_is_named(args, host, monkeypatch):
+    """The line said that the host of the data had refused the connection."""
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    assert "cannot be downloaded (the proxy of http_proxy: Connection refused)" in fail(args)
+
+
 @pytest.mark.parametrize("method", [Answer.serve, Answer.serve_chunked])
 def test_an_archive_that_the_run_has_chosen_has_a_limit(args, host, folders, monkeypatch, method):
     monkeypatch.setattr(fetch, "MAX_DOWNLOAD_BYTES", 240_000)
