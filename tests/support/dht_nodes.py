@@ -43,10 +43,13 @@ class Nodes:
         self.messages = 0  # of nodes without a network
         self.validator = None
 
-    async def add(self, protocol: type = own_node.DHTProtocol, peer_id: PeerID | None = None, **options) -> RunNode:
+    async def add(
+        self, protocol: type = own_node.DHTProtocol, peer_id: PeerID | None = None,
+        private_key: RSAPrivateKey | None = None, **options,
+    ) -> RunNode:  # fmt: skip
         """Start a node that joins through the first one. `protocol`: of a hostile one; it stores no report."""
         is_honest = getattr(protocol, "is_honest", True)
-        validators, subkey = make_validators("run", RSAPrivateKey() if is_honest else STRANGER)
+        validators, subkey = make_validators("run", private_key or (RSAPrivateKey() if is_honest else STRANGER))
         if self.is_local:
             protocol = self._without_network(protocol)
             validators[0]._known = self.validator._known if self.validator else validators[0]._known  # checked once
