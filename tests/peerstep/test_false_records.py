@@ -16,11 +16,11 @@ from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.utils import MPFuture
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.timed_storage import ValueWithExpiration
-from peerstep.claims import verify
-from peerstep.history import MAX_DIFFERENT, different_marks
-from peerstep.node import RunNode
-from peerstep.progress_record import MAX_SAMPLES
 
+from peerstep.peer.node import RunNode
+from peerstep.reports.marks import MAX_DIFFERENT, different_marks
+from peerstep.reports.progress_report import MAX_SAMPLES
+from peerstep.rounds.claims import verify
 from tests.support import simulated_network
 from tests.support.dht_nodes import Nodes, invent_peers, make_hostile
 from tests.support.scenario import LINKS, Peer, Scenario
