@@ -110,6 +110,8 @@ def load_invitation(path: Path) -> Invitation:
         )
         check_token(invitation.token, invitation.authority, invitation.peer_id)
         return invitation
+    except OSError as error:
+        raise UserError(f"--invitation: '{path}': {error.strerror}; pass the file of the organiser") from None
     except Exception as error:
-        reason = error if isinstance(error, InvitationError | OSError) else "this is not an invitation"
+        reason = error if isinstance(error, InvitationError) else "this is not an invitation"
         raise UserError(f"--invitation: '{path}': {reason}; ask the organiser of the run for another") from None

@@ -81,7 +81,7 @@ class RevocationStore:
                 self._read = content
                 self.adopt(content)
         except (OSError, InvitationError) as error:
-            logger.warning(f"Ignoring the revocation list {self.path}: {error}")
+            logger.warning(f"Ignoring the revocation list {self.path}: {getattr(error, 'strerror', None) or error}")
 
     def adopt(self, content: bytes) -> None:
         """Replace the list by a newer one; ignore an older one. Raises InvitationError as `Revocations.parse`."""

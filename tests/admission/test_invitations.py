@@ -80,7 +80,7 @@ def test_peer_id_is_the_one_that_libp2p_derives(tmp_path, authority):
 
 def test_files_that_are_no_invitation(tmp_path, authority):
     path = tmp_path / "guest.invitation"
-    with pytest.raises(UserError, match="No such file"):
+    with pytest.raises(UserError, match=r"guest.invitation.: No such file or directory; pass"):
         load_invitation(path)
     for content in ("", "{}", "[1]", '{"authority": 1}', "\x00"):
         path.write_text(content, encoding="utf-8")
