@@ -95,7 +95,9 @@ class TextTask(Task):
         is_masked, probability = not self.objective.is_causal, self.args.mlm_probability
         pad = partial(DataCollatorForLanguageModeling, pad_to_multiple_of=8)  # tensor cores are fastest then
         batch = dict(pad(self.tokenizer, mlm=is_masked, mlm_probability=probability)(samples))
-        if not is_masked:
+        if is_masked:
+            ensure_prediction(batch, self.tokenizer)
+        else:
             # transformers recognizes padding by its token. Where that is the end-of-text token, as for GPT-2, a model
             # would not learn to end a text.
             batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
@@ -170,6 +172,19 @@ class TextTask(Task):
             base.generation_config.save_pretrained(folder)
         (folder / "README.md").unlink(missing_ok=True)  # peft's form to fill in
         self.tokenizer.save_pretrained(folder)
+
+
+def ensure_prediction(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Select a random token to predict if a batch has none: its loss would be NaN.
+
+    Of micro-batches of one sample of 12 tokens, one in five has none.
+    """
+    ids, labels = batch["input_ids"], batch["labels"]
+    places = (~torch.isin(ids, torch.tensor(tokenizer.all_special_ids))).nonzero()
+    if len(places) and not (labels != -100).any():
+        place = tuple(places[torch.randint(len(places), ())])
+        labels[place] = ids[place]
+        ids[place] = tokenizer.mask_token_id
 
 
 def measure(logits: torch.Tensor, labels: torch.Tensor) -> tuple[Metric, Metric]:

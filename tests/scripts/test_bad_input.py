@@ -90,7 +90,7 @@ SHORT = {**TINY_ALBERT, "max_position_embeddings": 16}
         (lambda data, tmp: {"model_name_or_path": write(tmp / "c.json", SHORT)}, "32 16"),
         (lambda data, _: {"task": "nowhere.py", "code": 2}, "--task nowhere.py"),
         (lambda data, _: {"seq_length": 64}, "--seq_length 64"),
-        (lambda data, _: {"target_batch_size": 7}, "--target_batch_size 7 8"),
+        (lambda data, _: {"target_batch_size": 7, "per_device_train_batch_size": 4}, "--target_batch_size 7 8"),
         (lambda data, tmp: {"identity_path": write(tmp / "bad.key", "garbage")}, "--identity_path bad.key"),
         (lambda data, tmp: {"output_dir": write(tmp / "file", "")}, "file"),
         # A wrong token was found only after the data had been downloaded, which takes minutes.
