@@ -59,7 +59,7 @@ def test_volunteers_take_all_settings_from_the_run(scripts, dataset_url, tmp_pat
     assert checked.wait(120) in (0, 1), checked.output
     for line in (
         r"ok      /ip4/127.0.0.1/tcp/\d+/p2p/\w+: the port answers",
-        r"ok      Qm\w+: it answers, it can dial this peer", r"ok      device: cpu: a micro-batch of 4 takes",
+        r"ok      Qm\w+: it answers, it can dial this peer", r"ok      device: cpu: a micro-batch of 1 takes",
         r"ok      state: step #\d+, [\d.]+ MB in",
         r"ok      rounds: one of 2 trainers with the parameters takes about \d s at 5, 1 s at 14.7, 1 s at 100 Mbit/s",
     ):  # fmt: skip
