@@ -209,8 +209,8 @@ class StateDownload:
             metadata, tensors = await self._receive(donor)
             self.layout.unpack(metadata, tensors)
             state = str(donor), metadata, tensors
-            if await self._is_contradicted(donor, metadata, tensors):
-                logger.warning(f"Postponed the state that {donor} offers: other peers have another")
+            if doubt := await self._find_doubt(donor, metadata, tensors):
+                logger.warning(f"Postponed the state that {donor} offers: {doubt}")
                 self._contradicted = self._contradicted or state
                 return None
             if self._believes_all:
@@ -231,16 +231,19 @@ class StateDownload:
             self._may_retry |= not isinstance(error, TimeoutError)
         return None
 
-    async def _is_contradicted(self, donor: PeerID, metadata: dict, tensors: list[torch.Tensor]) -> bool:
-        """Whether most voters have another state, or if it `must_agree` whether none of them has this one."""
+    async def _find_doubt(self, donor: PeerID, metadata: dict, tensors: list[torch.Tensor]) -> str:
+        """Return why a state is not used: most voters have another, or it `must_agree` and none has it; else ""."""
         voters, seed = [peer for peer in self._before if peer != donor][: self.NUM_VOTERS], os.urandom(SEED_BYTES)
         await asyncio.gather(*(self._before[peer] for peer in voters))  # a member answers one request at a time
         digests = await asyncio.gather(*(self._ask_digest(peer, seed) for peer in voters))
         said = {peer: digest for peer, digest in zip(voters, digests, strict=True) if digest is not None}
         own = Digest(metadata["epoch"], await asyncio.to_thread(fold, self.layout.groups(tensors), seed))
         votes = await asyncio.gather(*(self._agrees(peer, own, said) for peer in said))
+        if votes.count(False) > votes.count(True):
+            return "other peers have another"
         are_others = bool(self._trainers - {donor} or self._reached(voters))
-        return votes.count(False) > votes.count(True) or (self.must_agree and are_others and not any(votes))
+        is_alone = self.must_agree and are_others and not any(votes)
+        return "no other trainer could be asked for its own" if is_alone else ""
 
     async def _agrees(self, peer: PeerID, own: Digest, said: dict[PeerID, Digest]) -> bool:
         """Whether a voter has about the state of a donor: as near as it is to further voters, and as it has moved.
