@@ -169,8 +169,9 @@ def find_encoding(path: Path) -> str:
     matches = charset_normalizer.from_bytes(sample[: 2**16], cp_isolation=_ENCODINGS.split())
     best = matches.best()
     if best is None or ("\0" in text and not best.encoding.startswith("utf_16")):
-        kind = mimetypes.guess_type(path.name)[0] or "its bytes are in no known encoding"
-        raise UserError(f"'{path.name}' is not text ({kind}); pass text, .jsonl, .csv or .parquet")
+        kind = mimetypes.guess_type(path.name)[0] or "text/"  # of its name
+        why = "its bytes are in no known encoding" if kind.startswith("text/") else kind
+        raise UserError(f"'{path.name}' is not text ({why}); pass text, .jsonl, .csv or .parquet")
     western = [match for match in matches if "cp1252" in (match.encoding, *match.could_be_from_charset)]
     is_western = western and (western[0].chaos, -western[0].coherence) <= (best.chaos, -best.coherence)
     encoding = "cp1252" if is_western else best.encoding  # of equally likely ones the most common
