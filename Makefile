@@ -48,8 +48,8 @@ lint: .venv/installed-dev  ## Check style, format, imports, and the types of the
 	.venv/bin/ruff format --check .
 	.venv/bin/lint-imports
 	.venv/bin/basedpyright
-	@# Of the rest, no more errors than the 277 that there are, and a few for other versions of packages; lower the number.
-	.venv/bin/basedpyright --level error cotrain *.py | tail -n 1 | awk '{ print; exit $$1 > 284 }'
+	@# Of the rest, no more errors than the 268 that there are, and a few for other versions of packages; lower the number.
+	.venv/bin/basedpyright --level error cotrain *.py | tail -n 1 | awk '{ print; exit $$1 > 272 }'
 	.venv/bin/python -m pytest -q -p no:xdist tests/common/test_layout.py
 
 # torch's build and its CUDA packages depend on the GPU.

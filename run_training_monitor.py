@@ -130,7 +130,6 @@ def watch_run(entry, stated: dict[str, object], stop: StopSignal) -> None:
     """
     from cotrain.common.run_folder import claim_folder
     from cotrain.monitoring.contributors import Contributors
-    from cotrain.monitoring.hub_upload import require_token
     from cotrain.monitoring.reporters import Reporters
     from cotrain.peer.addresses import announce_public_ip, log_visible_maddrs
     from cotrain.peer.peer import open_peer
@@ -144,8 +143,7 @@ def watch_run(entry, stated: dict[str, object], stop: StopSignal) -> None:
     with ExitStack() as stack:
         stack.enter_context(open_tunnel(peer_args))
         task, model = load_model(args, run_args, entry.adopted, run_id) if args.store_checkpoints else (None, None)
-        if args.space_id is not None:
-            require_token("--space_id")
+        card_metadata = check_accounts(args, task, run_id)
         if args.use_google_dns:
             announce_public_ip(peer_args, args.public_ip_service)
 
@@ -160,7 +158,7 @@ def watch_run(entry, stated: dict[str, object], stop: StopSignal) -> None:
         contributors = Contributors(output_dir, run_id)
         options = {"wandb_project": args.wandb_project, "space_id": args.space_id}
         reporter = stack.enter_context(closing(Reporters(output_dir, run_id, args.report_to, **options)))
-        uploader = None if task is None else open_uploader(stack, peer, task, contributors, args, peer_args)
+        uploader = open_uploader(stack, peer, card_metadata, contributors, args, peer_args)
 
         # Checkpoints: downloaded from trainers, and offered to them
         keeper = None if task is None else open_keeper(stack, peer, task, model, reporter, args, run_args)
@@ -194,16 +192,27 @@ def load_model(args: TrainingMonitorArguments, run_args: RunArguments, adopted: 
     return task, build_initial_model(task, run_id)
 
 
-def open_uploader(stack: ExitStack, peer, task, contributors, args: TrainingMonitorArguments, peer_args):
-    """Return the uploader to --repo_id, after a check of the account, if there is one; the stack closes it."""
-    from cotrain.monitoring.hub_upload import HubUploader, check_repo
+def check_accounts(args: TrainingMonitorArguments, task, run_id: str):
+    """Check that this machine may write to --space_id and --repo_id; return what the card of the latter says."""
+    from cotrain.monitoring.hub_upload import check_repo, require_token
     from cotrain.monitoring.model_card import CardMetadata
+
+    if args.space_id is not None:
+        require_token("--space_id")
+    if args.repo_id is None or task is None:
+        return None
+    metadata = CardMetadata(args.repo_id, run_id, task, args.license, args.language)
+    check_repo(metadata, args.private_repo)
+    return metadata
+
+
+def open_uploader(stack: ExitStack, peer, metadata, contributors, args: TrainingMonitorArguments, peer_args):
+    """Return the uploader to --repo_id, if there is one; the stack closes it."""
+    from cotrain.monitoring.hub_upload import HubUploader
     from cotrain.peer.addresses import choose_maddrs
 
-    if args.repo_id is None:
+    if metadata is None:
         return None
-    metadata = CardMetadata(args.repo_id, peer.run_id, task, args.license, args.language)
-    check_repo(metadata, args.private_repo)
     initial_peers = choose_maddrs(peer.dht.get_visible_maddrs(), peer_args.use_ipfs, least=3)
     options = Path(args.output_dir), args.upload_interval, args.private_repo, args.upload_training_state
     return stack.enter_context(closing(HubUploader(metadata, contributors, initial_peers, *options)))

@@ -169,9 +169,8 @@ class StateDownload:
             reports = {peer: report for peer, report in reports.items() if not is_forked(self.marks, report.marks)}
             # A report may have marks of its own: the side is what most have.
             self.marks = common_marks([self.marks, *(report.marks for report in reports.values())])
-        else:  # those of most trainers: a donor's marks, beside tensors of the run, would make it another history
-            found = Counter(mark for report in reports.values() for mark in report.marks)
-            self.marks = tuple(sorted(mark for mark, number in found.items() if 2 * number > len(reports)))
+        else:
+            self.marks = marks_of_most(reports.values())
         return reports
 
     def _newest_step(self, reports: dict[PeerID, PeerProgress]) -> float:
@@ -214,10 +213,8 @@ class StateDownload:
                 self._contradicted = self._contradicted or state
                 return None
             if self._believes_all:
-                logger.warning(
-                    f"No peer offers a state of step #{self.credible_step}, the current step of the run: using the "
-                    "state of another step"
-                )
+                step = f"step #{self.credible_step}, the current step of the run"
+                logger.warning(f"No peer offers a state of {step}: using the state of another step")
             return state
         except DoubtfulStepError as error:
             logger.warning(f"Postponed the state that {donor} offers: {error}")
@@ -242,8 +239,7 @@ class StateDownload:
         if votes.count(False) > votes.count(True):
             return "other peers have another"
         are_others = bool(self._trainers - {donor} or self._reached(voters))
-        is_alone = self.must_agree and are_others and not any(votes)
-        return "no other trainer could be asked for its own" if is_alone else ""
+        return "no other trainer has confirmed it" if self.must_agree and are_others and not any(votes) else ""
 
     async def _agrees(self, peer: PeerID, own: Digest, said: dict[PeerID, Digest]) -> bool:
         """Whether a voter has about the state of a donor: as near as it is to further voters, and as it has moved.
@@ -354,6 +350,12 @@ def read_offers(offers: object) -> dict[PeerID, float]:
             with suppress(ValueError):
                 found[signer_of(subkey)] = priority
     return found
+
+
+def marks_of_most(reports: Collection[PeerProgress]) -> Marks:
+    """Return the marks of more than half of the reports. Those of a donor alone would make another history."""
+    found = Counter(mark for report in reports for mark in report.marks)
+    return tuple(sorted(mark for mark, number in found.items() if 2 * number > len(reports)))
 
 
 def rank_donors(
