@@ -9,7 +9,7 @@ from hivemind.dht.schema import BytesWithPublicKey, SchemaValidator
 
 from cotrain.dht.metrics_schema import Count, ExtensibleRecord, Rate, Step, StepMetrics, Sum
 from cotrain.dht.run_records import record_schemas
-from peerstep.peer.clock import run_time
+from peerstep.reports.records import store_record
 from peerstep.swarm import Swarm
 
 
@@ -40,5 +40,4 @@ def make_validators(run_id: str) -> list[SchemaValidator]:
 def publish_metrics(peer: Swarm, lifetime: float, metrics: StepMetrics) -> None:
     """Publish this peer's metrics for a global step, for some seconds. Does not wait for the result."""
     record = LocalMetrics(**metrics.dict(include=LocalMetrics.__fields__.keys()))
-    key, end = f"{peer.run_id}_metrics", run_time() + lifetime
-    peer.dht.store(key, record.dict(), end, subkey=peer.public_key, return_future=True)
+    store_record(peer.dht, f"{peer.run_id}_metrics", peer.public_key, record.dict(), lifetime)

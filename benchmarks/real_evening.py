@@ -87,7 +87,7 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 class Evening:
-    """The hosts of an evening and their peers; each command is what its owner types, in a folder of its own."""
+    """The hosts of an evening and their peers. Each peer has a folder, and runs the command that its owner types."""
 
     def __init__(self, stack: ExitStack, folder: Path, settings: dict):
         self.stack, self.folder, self.running = stack, folder, {}

@@ -180,8 +180,10 @@ def ensure_prediction(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> None:
     Of micro-batches of one sample of 12 tokens, one in five has none.
     """
     ids, labels = batch["input_ids"], batch["labels"]
+    if (labels != -100).any():
+        return
     places = (~torch.isin(ids, torch.tensor(tokenizer.all_special_ids))).nonzero()
-    if len(places) and not (labels != -100).any():
+    if len(places):
         place = tuple(places[torch.randint(len(places), ())])
         labels[place] = ids[place]
         ids[place] = tokenizer.mask_token_id

@@ -78,8 +78,10 @@ class MicroBatches:
             parts = split(batch, self.num_parts) if count_samples(batch) >= self.num_parts > 1 else [batch]
             loss = torch.stack([backward(part, 1 / len(parts)) for part in parts]).sum()
             self._num_computed, self._num_failures = self._num_computed + 1, 0
+            if both := [(gradient, parameter.grad) for parameter, gradient in kept if parameter.grad is not None]:
+                torch._foreach_add_(*map(list, zip(*both, strict=True)))
             for parameter, gradient in kept:
-                parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+                parameter.grad = gradient
             return loss
         except RuntimeError as error:
             halves = self._num_computed == 0 and self.num_parts == 1 and count_samples(batch) > 1

@@ -12,7 +12,7 @@ from cotrain.dht.metrics_schema import StepMetrics, history_length
 from cotrain.dht.run_records import MAX_MEMBERS, TrainerRecord
 from cotrain.peer.run_config import RunConfigRelay
 from cotrain.status.status_keeper import StatusKeeper
-from peerstep.peer.clock import run_time
+from peerstep.reports.records import store_record
 from peerstep.step.coordinator import StepRecord
 from peerstep.swarm import Swarm
 
@@ -76,5 +76,5 @@ class Publisher:
             members=list(members)[:MAX_MEMBERS],
         )
         self.relay.publish()
-        key, end = f"{self.args.run_id}_trainers", run_time() + self.args.statistics_expiration
-        return self.peer.dht.store(key, record.dict(), end, subkey=self.peer.public_key, return_future=True)
+        key, lifetime = f"{self.args.run_id}_trainers", self.args.statistics_expiration
+        return store_record(self.peer.dht, key, self.peer.public_key, record.dict(), lifetime)

@@ -23,7 +23,7 @@ from hivemind.dht.schema import BytesWithPublicKey, SchemaValidator
 from hivemind.dht.validation import CompositeValidator, DHTRecord, RecordValidatorBase
 from hivemind.p2p import PeerID
 from hivemind.proto import crypto_pb2
-from hivemind.utils import MSGPackSerializer, get_logger
+from hivemind.utils import MPFuture, MSGPackSerializer, get_logger
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 from hivemind.utils.timed_storage import ValueWithExpiration
 
@@ -244,8 +244,8 @@ MAX_JUMP = 30.0  # seconds
 _expirations: dict[tuple[str, bytes], float] = {}  # of the newest record of this process under a key and a subkey
 
 
-def store_record(dht: DHT, key: str, public_key: bytes, value: object, lifetime: float) -> None:
-    """Publish a signed record under this peer's subkey for `lifetime` seconds, without waiting for the result.
+def store_record(dht: DHT, key: str, public_key: bytes, value: object, lifetime: float) -> MPFuture:
+    """Publish a signed record under this peer's subkey for `lifetime` seconds. Does not wait for the result.
 
     It expires after the one before. Nodes would refuse it otherwise, for as long as this machine's clock is behind
     after a jump. A lifetime that is shorter than the last one by more than MAX_JUMP is meant.
@@ -254,4 +254,4 @@ def store_record(dht: DHT, key: str, public_key: bytes, value: object, lifetime:
     if last - MAX_JUMP < expires <= last:
         expires = last + 1e-3
     _expirations[key, public_key] = expires
-    dht.store(key, subkey=public_key, value=value, expiration_time=expires, return_future=True)
+    return dht.store(key, value, expires, subkey=public_key, return_future=True)  # pyright: ignore[reportReturnType]

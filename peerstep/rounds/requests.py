@@ -56,7 +56,7 @@ class JoinRequests:
     def next_step(self) -> int:
         """The next step for which another peer asks this one for a group; -1 if none does.
 
-        A stranger, of whom this peer has read no report, counts for STRANGER_SECONDS: it may hold up a lone trainer.
+        A stranger is a peer of which this one has read no report. It holds up a lone trainer for STRANGER_SECONDS.
         """
         now = time.monotonic()
         new = {peer_id for peer_id, asked in self._first_asked.items() if now < asked.value + STRANGER_SECONDS}

@@ -118,8 +118,8 @@ class RoundCoordinator:
     def timeout(self) -> float:
         """Seconds for the next round: fewer after rounds in vain, since the other peers may be unreachable.
 
-        Enough for a group of less than two thirds, which a leader begins late. With 1.5 times the matchmaking time no
-        such group was formed: three trainers, whom a late one and a false leader did not join, waited for 30 s a step.
+        The least is enough for a group of less than two thirds, which a leader begins late. With 1.5 times the
+        matchmaking time three of five trainers formed no group for 30 s: a late one and a false leader did not join.
         """
         seconds = math.ldexp(self.options.averaging_timeout, -self.membership.vain)
         return max(seconds, self.options.matchmaking_time + SMALL_SECONDS + 2 * LEADER_MARGIN)

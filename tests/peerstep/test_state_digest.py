@@ -256,7 +256,7 @@ def test_trainer_that_lacks_an_update_votes(donors):
 
 
 def test_newcomer_takes_no_marks_that_most_trainers_do_not_report(donors):
-    """Beside true tensors they would make it a history of its own, whose next rounds are with nobody."""
+    """With such marks it would have a history of its own, and average with nobody."""
     marks = {digit: tuple((step, 12 * digit) for step in range(8, 72, 8)) for digit in "12"}
     honest = [add_donor(donors, 70, 1.0, reported=70) for _ in range(2)]
     liar = add_donor(donors, 71, 1.0, reported=70)

@@ -50,7 +50,7 @@ class FakeDHT:
             future.set_result(ValueWithExpiration(values, 1e12))
         return future
 
-    def store(self, _key: str, subkey: bytes, value: object, **_options) -> None:
+    def store(self, _key: str, value: object, _expires: float, subkey: bytes, **_options) -> None:
         self.records[subkey] = value
 
 
