@@ -199,7 +199,8 @@ def test_three_liars_at_once_change_no_model_and_stop_no_round(scripts):
     wait_until(lambda: run.monitor.output.count("Saved ") > saved, 120, "a later checkpoint")
     assert before / 1.2 < norm_of_newest_checkpoint(run) < 1.2 * before
     newcomer = run.start_trainer("newcomer", pace=0.5)
-    assert newcomer.wait_for(r"Loaded the state of step #\d+ from (\S+)")[1] not in (leader, donor)
+    # The leader lies about groups alone: the state that it offers is the one of the others.
+    assert newcomer.wait_for(r"Loaded the state of step #\d+ from (\S+)")[1] != donor
     newcomer.wait_for(r"Averaged gradients with [3-6] peers")
 
 
