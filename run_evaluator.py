@@ -72,7 +72,7 @@ def evaluate(entry, stop: StopSignal) -> None:
     from cotrain.peer.peer import open_peer
     from cotrain.tasks.task_loading import build_initial_model, load_task
     from cotrain.training.builders import open_observer
-    from peerstep.swarm import supervise
+    from peerstep.local_peer import supervise
     from utils import make_validators
 
     args, peer_args, dataset_args, hyperparameters = entry.arguments

@@ -135,7 +135,7 @@ def watch_run(entry, stated: dict[str, object], stop: StopSignal) -> None:
     from cotrain.peer.peer import open_peer
     from cotrain.peer.run_config import RunConfigRelay
     from cotrain.peer.tunnel import open_tunnel
-    from peerstep.swarm import supervise
+    from peerstep.local_peer import supervise
     from utils import make_validators
 
     args, run_args, peer_args = entry.arguments

@@ -9,8 +9,8 @@ from hivemind.dht.schema import BytesWithPublicKey, SchemaValidator
 
 from cotrain.dht.metrics_schema import Count, ExtensibleRecord, Rate, Step, StepMetrics, Sum
 from cotrain.dht.run_records import record_schemas
+from peerstep.local_peer import LocalPeer
 from peerstep.reports.records import store_record
-from peerstep.swarm import Swarm
 
 
 class LocalMetrics(ExtensibleRecord):
@@ -37,7 +37,7 @@ def make_validators(run_id: str) -> list[SchemaValidator]:
     return [SchemaValidator(MetricSchema, prefix=run_id), *record_schemas(run_id)]
 
 
-def publish_metrics(peer: Swarm, lifetime: float, metrics: StepMetrics) -> None:
+def publish_metrics(peer: LocalPeer, lifetime: float, metrics: StepMetrics) -> None:
     """Publish this peer's metrics for a global step, for some seconds. Does not wait for the result."""
     record = LocalMetrics(**metrics.dict(include=LocalMetrics.__fields__.keys()))
     store_record(peer.dht, f"{peer.run_id}_metrics", peer.public_key, record.dict(), lifetime)

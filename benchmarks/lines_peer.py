@@ -63,7 +63,7 @@ def train(
     from cotrain.peer.addresses import log_visible_maddrs
     from cotrain.peer.peer import open_peer
     from cotrain.training.builders import build_optimizer
-    from peerstep.swarm import supervise
+    from peerstep.local_peer import supervise
     from peerstep.tensors.memory import share_parameters
     from tests.support.models import build_model
 

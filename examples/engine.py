@@ -10,20 +10,20 @@ import sys
 
 import torch
 
-from peerstep import CollaborativeOptimizer, Options, Swarm
+from peerstep import CollaborativeOptimizer, LocalPeer, Options
 
 model = torch.nn.Linear(20, 1)
 truth = torch.arange(20.0).unsqueeze(1)
 
-with Swarm("engine-example", sys.argv[1], initial_peers=sys.argv[2:]) as swarm:
+with LocalPeer("engine-example", sys.argv[1], initial_peers=sys.argv[2:]) as peer:
     optimizer = CollaborativeOptimizer(
         model.parameters(),
         lambda groups: torch.optim.AdamW(groups, lr=0.1),
-        swarm,
+        peer,
         Options(target_batch_size=65_536, batch_size_per_step=32),
     )
     optimizer.load_state_from_peers()
-    print("join with", *swarm.dht.get_visible_maddrs(), flush=True)
+    print("join with", *peer.dht.get_visible_maddrs(), flush=True)
     while optimizer.local_epoch < 200:
         samples = torch.randn(32, 20)
         loss = torch.nn.functional.mse_loss(model(samples), samples @ truth)

@@ -7,8 +7,8 @@ _HOMES = {
     "LocalUpdates": "step.local_updates",
     "Options": "options",
     "StepRecord": "step.coordinator",
-    "Swarm": "swarm",
-    "SwarmError": "errors",
+    "LocalPeer": "local_peer",
+    "PeerError": "errors",
 }
 __all__ = list(_HOMES)
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 
-class SwarmError(Exception):
+class PeerError(Exception):
     """An error in one line: what is wrong and what to do. It names the parameter of the call that it is about.
 
     :param retryable: whether the same call may succeed later, as when other peers do not answer

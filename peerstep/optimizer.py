@@ -15,6 +15,7 @@ import hivemind
 import torch
 from hivemind.utils import get_logger
 
+from peerstep.local_peer import LocalPeer
 from peerstep.options import Options
 from peerstep.peer.processes import keep_free_memory
 from peerstep.progress.tracker import ProgressTracker
@@ -31,7 +32,6 @@ from peerstep.step.local_updates import LocalTraining, LocalUpdates, step_builde
 from peerstep.step.log import StepLog
 from peerstep.step.shared_model import SharedModel
 from peerstep.step.thread import StepThread
-from peerstep.swarm import Swarm
 from peerstep.tensors.compression import COMPRESSIONS, build_state_compression
 
 logger = get_logger(__name__)
@@ -76,14 +76,14 @@ class CollaborativeOptimizer(_Interface):
 
     :param params: parameters of the model, which is on its device already, or groups of them
     :param optimizer: builds the optimizer for copies of them on the CPU. A float as `lr`
-    :param swarm: this peer of the run
+    :param peer: this peer of the run
     :param options: see Options
     :param scheduler: builds the schedule of the learning rate over global steps; default: constant
     :param local_updates: average what each peer has changed by local steps (DiLoCo) instead of gradients
     """
 
     shutdown_timeout = 5.0
-    dht, run_id = shared("swarm.dht"), shared("swarm.run_id")
+    dht, run_id = shared("peer.dht"), shared("peer.run_id")
     target_batch_size, batch_size_per_step = shared("options.target_batch_size"), shared("options.batch_size_per_step")
     membership: Membership = shared("state_averager.membership")
     coordinator: RoundCoordinator = shared("steps.coordinator")
@@ -96,7 +96,7 @@ class CollaborativeOptimizer(_Interface):
         self,
         params: Iterable,
         optimizer: OptimizerBuilder,
-        swarm: Swarm,
+        peer: LocalPeer,
         options: Options,
         *,
         scheduler: SchedulerBuilder = constant_schedule,
@@ -105,14 +105,14 @@ class CollaborativeOptimizer(_Interface):
         groups = _list_groups(params)
         peak_rate = max(group["lr"] for group in optimizer([dict(group) for group in groups]).param_groups)
         # hivemind's `__init__` builds its own tracker and averagers, and is not called.
-        self.swarm, self.options = swarm, options
+        self.peer, self.options = peer, options
         self.num_dropped_gradients = 0
         self.num_computed = 0  # samples of the local steps, without those whose gradients were dropped
         self.num_lost = 0  # samples of this local step that its gradients lack
         self.state_averager = TrainingStateAverager(
-            dht=swarm.dht,
-            public_key=swarm.public_key,
-            prefix=f"{swarm.run_id}_state_averager",
+            dht=peer.dht,
+            public_key=peer.public_key,
+            prefix=f"{peer.run_id}_state_averager",
             params=groups,
             **step_builders(optimizer, scheduler, local_updates),
             initialize_optimizer=False,  # see build_with_statistics
@@ -129,14 +129,14 @@ class CollaborativeOptimizer(_Interface):
         self.grad_averager = RoundAverager(
             self.state_averager.layout.parameters,
             options,
-            dht=swarm.dht,
-            prefix=f"{swarm.run_id}_round_averager",
-            private_key=swarm.private_key,
+            dht=peer.dht,
+            prefix=f"{peer.run_id}_round_averager",
+            private_key=peer.private_key,
             local_updates=local_updates is not None,
             learning_rate=peak_rate,
         )
         self.tracker = ProgressTracker(
-            swarm.dht, swarm.run_id, options, public_key=swarm.public_key, schema=self.grad_averager.schema_id
+            peer.dht, peer.run_id, options, public_key=peer.public_key, schema=self.grad_averager.schema_id
         )
         coordinator = RoundCoordinator(self.tracker, RoundClient(self.grad_averager), self.membership, options)
         self.model = SharedModel(self._build_accumulator(groups, optimizer, scheduler, local_updates))

@@ -17,8 +17,8 @@ from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 
 from cotrain.common.atomic_files import new_file
 from cotrain.common.errors import UserError
-from peerstep import swarm
-from peerstep.errors import SwarmError
+from peerstep import local_peer
+from peerstep.errors import PeerError
 from peerstep.reports.records import peer_id_of
 
 
@@ -44,10 +44,10 @@ class Invitation:
 
 
 def load_identity(path: Path, flag: str = "--identity_path") -> RSAPrivateKey:
-    """Read or create a peer's private key, see peerstep/swarm.py; a UserError names `flag`."""
+    """Read or create a peer's private key, see peerstep/local_peer.py; a UserError names `flag`."""
     try:
-        return swarm.load_identity(path)
-    except SwarmError as error:
+        return local_peer.load_identity(path)
+    except PeerError as error:
         raise UserError(str(error).replace("identity_path", flag, 1)) from None
 
 
@@ -105,7 +105,7 @@ def load_invitation(path: Path) -> Invitation:
         content = json.loads(path.read_text(encoding="utf-8"))
         invitation = Invitation(
             RSAPublicKey.from_bytes(content["authority"].encode()),
-            swarm.to_private_key(base64.b64decode(content["private_key"])),
+            local_peer.to_private_key(base64.b64decode(content["private_key"])),
             AccessToken.FromString(base64.b64decode(content["token"])),
         )
         check_token(invitation.token, invitation.authority, invitation.peer_id)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 from cotrain.common.diagnosis import next_hint
-from peerstep.errors import SwarmError
+from peerstep.errors import PeerError
 from peerstep.peer.processes import EXIT_TEMPORARY as TEMPORARY
 
 # Modules that are in requirements-organiser.txt, but not in requirements.txt.
@@ -26,7 +26,7 @@ INSTALL = {
 }
 
 
-class UserError(SwarmError):
+class UserError(PeerError):
     """An error that the user can fix. The message is one line: what is wrong, where, and what to do."""
 
     def _render_traceback_(self) -> list[str]:
@@ -58,7 +58,7 @@ def first_line(error: BaseException, limit: int | None = 200) -> str:
 
 def describe(error: BaseException) -> str:
     """Return one line for an error, with the remedy where one is known."""
-    if isinstance(error, SwarmError):
+    if isinstance(error, PeerError):
         return str(error)
     if isinstance(error, ModuleNotFoundError) and error.name in INSTALL:
         return f"{error.name} is not installed: {INSTALL[error.name]}"
@@ -87,7 +87,7 @@ def report_uncaught_errors() -> None:
     """Let a program that ends with a UserError print one line, as the scripts do. Other errors show a traceback."""
     show = sys.excepthook
     sys.excepthook = lambda kind, *error: (
-        sys.exit(report(error[0])) if issubclass(kind, SwarmError) or is_temporary(error[0]) else show(kind, *error)
+        sys.exit(report(error[0])) if issubclass(kind, PeerError) or is_temporary(error[0]) else show(kind, *error)
     )
 
 

@@ -27,11 +27,11 @@ from cotrain.task import Task
 from cotrain.tasks.task_loading import load_samples
 from cotrain.training.checkpoints import write_model
 from cotrain.training.device_errors import is_out_of_memory
+from peerstep.local_peer import LocalPeer
 from peerstep.peer.clock import run_time
 from peerstep.reports import records as dht_records
 from peerstep.reports.progress_report import read_progress
 from peerstep.state.averager import TrainingStateAverager
-from peerstep.swarm import Swarm
 
 logger = get_logger(__name__)
 
@@ -107,7 +107,7 @@ class Schedule:
 class EvaluationLoop:
     """Periodically downloads the training state from trainers, evaluates it, and reports the result."""
 
-    peer: Swarm
+    peer: LocalPeer
     averager: TrainingStateAverager  # of an observer, around `model`; it offers no state and joins no group
     model: torch.nn.Module
     evaluator: Evaluator

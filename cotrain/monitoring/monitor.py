@@ -23,11 +23,11 @@ from cotrain.status.status import describe_last_step, format_duration
 from cotrain.task import Task
 from cotrain.training import checkpoints
 from cotrain.training.checkpoints import SavedState
+from peerstep.local_peer import LocalPeer
 from peerstep.peer.clock import run_time
 from peerstep.reports import records as dht_records
 from peerstep.reports.marks import different_marks, parse_marks
 from peerstep.state.averager import TrainingStateAverager
-from peerstep.swarm import Swarm
 
 logger = get_logger(__name__)
 
@@ -152,7 +152,7 @@ class CheckpointKeeper:
 class TrainingMonitor:
     """Monitors a run: one report for each global step."""
 
-    peer: Swarm
+    peer: LocalPeer
     aggregator: MetricsAggregator
     reporter: Reporters
     contributors: Contributors

@@ -18,10 +18,10 @@ from cotrain.common.errors import TemporaryError, UserError
 from cotrain.common.signals import StopSignal
 from cotrain.options import PeerOptions
 from cotrain.peer.addresses import peer_id_in
-from peerstep.errors import SwarmError
+from peerstep.errors import PeerError
+from peerstep.local_peer import LocalPeer, write_private_key
 from peerstep.peer.node import SafeDHT
 from peerstep.reports.records import peer_id_of
-from peerstep.swarm import Swarm, write_private_key
 
 logger = get_logger(__name__)
 
@@ -37,7 +37,7 @@ def open_peer(
     client_mode: bool,
     stop: StopSignal,
     is_alone: bool = False,
-) -> Iterator[Swarm]:
+) -> Iterator[LocalPeer]:
     """Run a peer that has joined the others and stays connected to them. See `start_peer`.
 
     :param schemas: of the records of the scripts, see utils.py
@@ -61,7 +61,7 @@ def start_peer(
     client_mode: bool,
     should_stop: threading.Event,
     is_alone: bool = False,
-) -> Swarm:
+) -> LocalPeer:
     """Start a peer and join the others, with retries for `args.bootstrap_timeout` seconds.
 
     :param should_stop: ends the retries, with SystemExit
@@ -82,7 +82,7 @@ def start_peer(
     deadline, warn_at = time.monotonic() + args.bootstrap_timeout, 0.0
     while True:
         try:
-            return Swarm(
+            return LocalPeer(
                 args.run_id,
                 identity_path,
                 args.initial_peers,
@@ -101,7 +101,7 @@ def start_peer(
                 nat_port_map=args.map_port and not client_mode,
                 **options,
             )
-        except SwarmError as error:
+        except PeerError as error:
             fault = _explain(error, args)
             if not fault.retryable or time.monotonic() + START_RETRY_SECONDS > deadline:
                 raise fault from None
@@ -118,7 +118,7 @@ def find_own_id(args: PeerOptions, output_dir: Path) -> PeerID | None:
     return peer_id_of(load_identity(path).get_public_key()) if path.exists() else None
 
 
-def _explain(error: SwarmError, args: PeerOptions) -> UserError:
+def _explain(error: PeerError, args: PeerOptions) -> UserError:
     """Return the error of a failed start with the flags of the scripts."""
     reasons = [
         explain_refusal(error.answers.get(peer_id_in(maddr).to_base58(), ""), bool(args.invitation))

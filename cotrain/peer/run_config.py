@@ -35,11 +35,11 @@ from cotrain.options import NOTHING, Adopted, ModelOptions, PeerOptions, Trainer
 from cotrain.peer.addresses import peer_id_in
 from cotrain.peer.peer import find_own_id, start_peer
 from cotrain.settings import SETTINGS as SETTINGS_CLASSES
+from peerstep.local_peer import LocalPeer
 from peerstep.peer.clock import run_time
 from peerstep.peer.processes import guard_children
 from peerstep.reports.progress_report import PROTOCOL
 from peerstep.reports.records import get_dictionary, peer_id_of, signer_of, store_record
-from peerstep.swarm import Swarm
 
 logger = get_logger(__name__)
 
@@ -326,14 +326,14 @@ def refuse_differences(config: RunConfig, arguments: Iterable[Any]) -> None:
 class RunConfigRelay:
     """Publishes a run's signed settings, so that newcomers find them at any peer."""
 
-    peer: Swarm
+    peer: LocalPeer
     config: RunConfig | None
     lifetime: float  # seconds until the record expires
     is_organiser: bool = False  # whether this peer signs the settings, and may change them
     _stored: tuple[RunConfig | None, float] = (None, 0.0)  # what was published last, and when it is due again
 
     @classmethod
-    def of_run(cls, peer: Swarm, args: TrainerOptions) -> "RunConfigRelay":
+    def of_run(cls, peer: LocalPeer, args: TrainerOptions) -> "RunConfigRelay":
         """Return the relay of a trainer that has joined a run, or begins one and is its organiser."""
         relay = cls(peer, None, args.collaboration.statistics_expiration)
         if not args.collaboration.initial_peers:
@@ -347,7 +347,9 @@ class RunConfigRelay:
         return relay
 
     @classmethod
-    def of_monitor(cls, peer: Swarm, entry: Entry, stated: Mapping[str, object], lifetime: float) -> "RunConfigRelay":
+    def of_monitor(
+        cls, peer: LocalPeer, entry: Entry, stated: Mapping[str, object], lifetime: float
+    ) -> "RunConfigRelay":
         """Return the relay of a monitor, which as the organiser signs the flags that its command line states.
 
         :raises UserError: if they cannot be published

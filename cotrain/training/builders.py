@@ -22,11 +22,11 @@ from cotrain.models.pretrained import digest_weights
 from cotrain.options import TrainerOptions
 from cotrain.settings import Hyperparameters, check_compression
 from cotrain.training.lamb import ForeachLamb
+from peerstep.local_peer import LocalPeer, supervise
 from peerstep.optimizer import CollaborativeOptimizer
 from peerstep.options import Options
 from peerstep.state.averager import TrainingStateAverager
 from peerstep.step.local_updates import LocalUpdates, step_builders
-from peerstep.swarm import Swarm, supervise
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
@@ -121,7 +121,7 @@ def _step_options(args: Hyperparameters) -> dict:
 
 
 def build_optimizer(
-    model: torch.nn.Module, peer: Swarm, batch_size_per_step: int, args: TrainerOptions
+    model: torch.nn.Module, peer: LocalPeer, batch_size_per_step: int, args: TrainerOptions
 ) -> CollaborativeOptimizer:
     """Build the collaborative optimizer around the local one and its schedule. Call this in the main thread.
 
@@ -139,7 +139,7 @@ def build_optimizer(
     flags = {**vars(run_args), **vars(training_args), **vars(args.tracker)}
     optimizer = CollaborativeOptimizer(
         build_param_groups(model, training_args.weight_decay, training_args.optimizer),
-        swarm=peer,
+        peer=peer,
         options=Options(
             **{name: value for name, value in flags.items() if name in names},
             batch_size_per_step=batch_size_per_step,
@@ -155,7 +155,7 @@ def build_optimizer(
 @contextlib.contextmanager
 def open_observer(
     model: torch.nn.Module,
-    peer: Swarm,
+    peer: LocalPeer,
     run_id: str,
     args: Hyperparameters,
     download_timeout: float,

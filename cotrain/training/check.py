@@ -41,12 +41,12 @@ from cotrain.training.builders import open_observer
 from cotrain.training.hf_trainer import autocast_dtype, choose_devices
 from cotrain.training.needs import Needs, has_own_memory, missing_copies, plan, set_batch_size
 from cotrain.training.workload import Workload, load_workload
+from peerstep.local_peer import LocalPeer
 from peerstep.peer.processes import raise_file_limit
 from peerstep.peer.redial import find_tcp_endpoint
 from peerstep.reports.progress_report import read_progress
 from peerstep.reports.records import get_records
 from peerstep.step.pace import SHORT
-from peerstep.swarm import Swarm
 
 PRECISION_ADVICE = {
     torch.float16: "it overflows in fp16. Pass --bf16, or --fp32 on a GPU without bf16",
@@ -297,7 +297,7 @@ async def _ping(_dht: DHT, node: DHTNode, peer_id: PeerID) -> str | None:
     return None if found is not None else "it is no peer of this run: ask for the current address or an --invitation"
 
 
-def measure_download(model: torch.nn.Module, peer: Swarm, args: TrainerOptions) -> str:
+def measure_download(model: torch.nn.Module, peer: LocalPeer, args: TrainerOptions) -> str:
     """Download the state of the trainers, and return the speed."""
     timeout = args.collaboration.load_state_timeout
     with open_observer(model, peer, args.collaboration.run_id, args.training, timeout) as averager:

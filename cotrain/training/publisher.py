@@ -12,9 +12,9 @@ from cotrain.dht.metrics_schema import StepMetrics, history_length
 from cotrain.dht.run_records import MAX_MEMBERS, TrainerRecord
 from cotrain.peer.run_config import RunConfigRelay
 from cotrain.status.status_keeper import StatusKeeper
+from peerstep.local_peer import LocalPeer
 from peerstep.reports.records import store_record
 from peerstep.step.coordinator import StepRecord
-from peerstep.swarm import Swarm
 
 logger = get_logger(__name__)
 
@@ -24,7 +24,7 @@ NAMED_ROUNDS = 16  # whose members a peer names in its record
 class Publisher:
     """Publishes this peer's record, which has its metrics of the newest global steps and who was in its rounds."""
 
-    def __init__(self, name: str, peer: Swarm, relay: RunConfigRelay, status: StatusKeeper):
+    def __init__(self, name: str, peer: LocalPeer, relay: RunConfigRelay, status: StatusKeeper):
         self.name, self.peer, self.relay, self.status = name, peer, relay, status
         self.args, self.optimizer = status.args, status.optimizer
         self.history: deque[StepMetrics] = deque(maxlen=history_length())  # for monitors that missed steps

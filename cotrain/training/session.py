@@ -29,12 +29,12 @@ from cotrain.training.device_errors import is_device_error
 from cotrain.training.publisher import Publisher
 from cotrain.training.recovery import Recovery
 from cotrain.training.start import LAST_STEP_SECONDS
+from peerstep.local_peer import LocalPeer, supervise
 from peerstep.optimizer import CollaborativeOptimizer
 from peerstep.peer.processes import Watchdog
 from peerstep.reports import records as dht_records
 from peerstep.reports.records import signer_of
 from peerstep.step.coordinator import Outcome
-from peerstep.swarm import Swarm, supervise
 
 logger = get_logger(__name__)
 
@@ -55,7 +55,7 @@ class TrainingSession:
     MEETING_SECONDS = 30.0  # within which trainers that join at the same time read each other's first report
 
     def __init__(
-        self, peer: Swarm, optimizer: CollaborativeOptimizer, task: Task, model: torch.nn.Module,
+        self, peer: LocalPeer, optimizer: CollaborativeOptimizer, task: Task, model: torch.nn.Module,
         arguments: TrainerOptions, should_stop: Callable[[], bool], watchdog: Watchdog, relay: RunConfigRelay,
     ):  # fmt: skip
         self.peer, self.optimizer, self.model = peer, optimizer, model
@@ -269,7 +269,7 @@ class TrainingSession:
 
 @contextlib.contextmanager
 def open_session(
-    peer: Swarm, optimizer: CollaborativeOptimizer, task: Task, model: torch.nn.Module, args: TrainerOptions,
+    peer: LocalPeer, optimizer: CollaborativeOptimizer, task: Task, model: torch.nn.Module, args: TrainerOptions,
     stop: StopSignal,
 ) -> Iterator[TrainingSession]:  # fmt: skip
     """Open a trainer's session. The process ends if a child process dies or if no local step is completed for long."""

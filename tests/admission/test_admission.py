@@ -22,7 +22,7 @@ from cotrain.admission.admission import (
 from cotrain.admission.invitations import InvitationError, load_invitation, make_invitation
 from cotrain.admission.revocations import Revocations, revoke_invitations
 from cotrain.common.errors import TemporaryError, UserError
-from peerstep.swarm import write_private_key
+from peerstep.local_peer import write_private_key
 from tests.support.peers import invite, local_optimizer, local_peer, wait_until
 from tests.support.visitor import call_services, list_answered, visit, visitor
 

@@ -17,7 +17,7 @@ from cotrain.admission.invitations import InvitationError, check_token, load_inv
 from cotrain.admission.revocations import Revocations, RevocationStore
 from cotrain.common.errors import UserError, run_script
 from invite import InvitationArguments, RevocationArguments
-from peerstep.swarm import write_private_key
+from peerstep.local_peer import write_private_key
 from tests.support.peers import invite
 
 

@@ -25,7 +25,8 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from cotrain.common.errors import TemporaryError
 from cotrain.peer import peer as peer_module
-from peerstep import swarm
+from peerstep import local_peer as local_peer_module
+from peerstep.local_peer import _end, load_identity
 from peerstep.peer import node as node_module
 from peerstep.peer.clock import run_time
 from peerstep.peer.node import (
@@ -37,7 +38,6 @@ from peerstep.peer.node import (
     receive_raw_data,
 )
 from peerstep.reports.records import get_dictionary, store_record
-from peerstep.swarm import _end, load_identity
 from tests.support.peers import local_peer, wait_until
 
 HOP = "/libp2p/circuit/relay/0.2.0/hop"  # what a peer behind NAT asks a relay for
@@ -126,7 +126,7 @@ def test_identity_that_another_peer_uses_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(peer_module, "time", SimpleNamespace(monotonic=lambda: 1000.0 * len(ended)))
     with local_peer(tmp_path / "one", "run") as first:
         address = str(first.dht.get_visible_maddrs()[0])
-        monkeypatch.setattr(swarm, "_end", lambda dht: ended.append(_end(dht)))
+        monkeypatch.setattr(local_peer_module, "_end", lambda dht: ended.append(_end(dht)))
         copy = shutil.copytree(tmp_path / "one", tmp_path / "three")
         with (
             pytest.raises(TemporaryError, match=f"Identity from `{copy}/identity.key` is already taken"),

@@ -93,7 +93,8 @@ def test_claims_follow_what_the_links_carry_from_the_second_round_on(monkeypatch
         scenario.reach(3)
         assert claims() == pytest.approx([1000.0, 1000.0, 1000.0, 100.0], rel=0.25), scenario.describe()
         assert min(entry["received"] for peer in scenario.peers for entry in peer.rounds[1:3]) >= 0.98
-        fast, slow = (scenario.add(speed=0.5, uplink=link, bandwidth=None) for link in (4000.0, 100.0))
+        for link in (4000.0, 100.0):
+            scenario.add(speed=0.5, uplink=link, bandwidth=None)
         scenario.wait_until(lambda: min(claims()[4:]) > 20.0, 300.0)
         *_, claim_of_fast, claim_of_slow = claims()
         assert claim_of_fast >= 400.0 and claim_of_slow == pytest.approx(100.0, rel=0.25), scenario.describe()

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from cotrain.common.errors import TEMPORARY, TemporaryError, UserError
-from peerstep.errors import SwarmError
+from peerstep.errors import PeerError
+from peerstep.local_peer import supervise
 from peerstep.peer import processes
 from peerstep.peer.processes import Watchdog
 from peerstep.peer.threads import PeriodicThread
-from peerstep.swarm import supervise
 from tests.support.peers import local_optimizer, local_peer, wait_until
 
 
@@ -133,14 +133,14 @@ def test_stopped_children_are_noticed(monkeypatch, tmp_path):
         (True, ValueError("a bug"), ValueError, 1),
         (True, UserError("a wrong file"), UserError, 1),
         (True, TemporaryError("nobody answers"), TemporaryError, TEMPORARY),
-        (False, OSError("handle is closed"), SwarmError, TEMPORARY),
+        (False, OSError("handle is closed"), PeerError, TEMPORARY),
         (False, UserError("the parameters are not finite"), UserError, TEMPORARY),
     ],
 )
 def test_error_that_follows_from_a_death_may_pass(monkeypatch, lives, error, raised, code):
     """The exit code is also that of a process whose shutdown takes too long."""
     codes = []
-    monkeypatch.setattr("peerstep.swarm.exit_after", lambda _seconds, code, _why: codes.append(code))
+    monkeypatch.setattr("peerstep.local_peer.exit_after", lambda _seconds, code, _why: codes.append(code))
     monkeypatch.setattr(Watchdog, "start", lambda self: None)
     child = Child()
     with pytest.raises(raised), supervise({"DHT": child}, seconds=1.0, exit_code=1):

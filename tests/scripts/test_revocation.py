@@ -9,7 +9,7 @@ from hivemind.utils.crypto import RSAPrivateKey
 
 from cotrain.admission.invitations import make_invitation, save_invitation
 from cotrain.admission.revocations import revoke_invitations
-from peerstep.swarm import write_private_key
+from peerstep.local_peer import write_private_key
 from tests.support.peers import read_jsonl, steps_of, wait_until
 
 

@@ -11,17 +11,17 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from cotrain.dht.run_records import record_schemas
+from peerstep.local_peer import LocalPeer
 from peerstep.peer.clock import run_time
 from peerstep.reports.progress_report import PeerProgress
 from peerstep.reports.records import store_record
-from peerstep.swarm import Swarm
 
 
 def main(run_id: str, address: str) -> None:
     options = {"schemas": record_schemas(run_id), "host_maddrs": ["/ip4/127.0.0.1/tcp/0"]}
     with (
         tempfile.TemporaryDirectory() as folder,
-        Swarm(run_id, Path(folder) / "identity.key", [address], **options) as swarm,
+        LocalPeer(run_id, Path(folder) / "identity.key", [address], **options) as swarm,
     ):
         while True:
             report = PeerProgress(b"", time=run_time()).to_record() | {"schema": "nobody", "reported_at": run_time()}

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from hivemind.utils import PerformanceEMA
 
-from peerstep.swarm import Swarm as Peer
+from peerstep.local_peer import LocalPeer as Peer
 from tests.support.fakes import make_batch
 from tests.support.models import build_model
 from tests.support.peers import local_optimizer, local_peer, wait_until

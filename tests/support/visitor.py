@@ -16,9 +16,9 @@ from hivemind.utils.asyncio import as_aiter
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.multiaddr import Multiaddr
 
+from peerstep.local_peer import write_private_key
 from peerstep.rounds.averager import RoundAverager
 from peerstep.state.averager import TrainingStateAverager
-from peerstep.swarm import write_private_key
 
 EXCHANGE = "collaboration.exchange_invitations.v1"  # spelled out: it is part of the protocol
 AVERAGERS = {"round_averager": RoundAverager, "state_averager": TrainingStateAverager}

@@ -85,7 +85,7 @@ def run(patch: pytest.MonkeyPatch, script, peer, args: TrainerOptions, size: int
     loaded = workload.Workload(FakeTask(), dataset, build_model(CONFIG, "run"), device, num_devices)
     patch.setattr(workload, "load_workload", lambda _args: loaded)
     patch.setattr("cotrain.peer.peer.open_peer", lambda *_args: contextlib.nullcontext(peer))
-    patch.setattr("peerstep.swarm.exit_after", lambda *_args: None)
+    patch.setattr("peerstep.local_peer.exit_after", lambda *_args: None)
     with StopSignal() as stop:
         script.train(args, stop)
 

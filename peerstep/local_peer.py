@@ -17,7 +17,7 @@ from hivemind.proto import crypto_pb2
 from hivemind.utils import MPFuture
 from hivemind.utils.crypto import RSAPrivateKey
 
-from peerstep.errors import SwarmError
+from peerstep.errors import PeerError
 from peerstep.patches import apply_patches
 from peerstep.peer.node import SafeDHT, use_own_socket_folder
 from peerstep.peer.processes import (
@@ -33,7 +33,7 @@ from peerstep.peer.redial import BootstrapRedialer, set_run_clock
 from peerstep.reports.records import build_validators
 
 
-class Swarm:
+class LocalPeer:
     """The run as this peer reaches it. Build it in the main thread; it is a context manager.
 
     The node joins through any of `initial_peers`, stays connected to them, and takes the run's clock from them. Its
@@ -49,7 +49,7 @@ class Swarm:
     :param should_stop: ends a start that waits, with SystemExit
     :param node_class: SafeDHT, or a subclass that restricts who may call
     :param options: of hivemind.DHT: `host_maddrs`, `announce_maddrs`, `use_relay`, ...
-    :raises SwarmError: if the file is no key, an address cannot be listened on (not retryable), or no peer answers
+    :raises PeerError: if the file is no key, an address cannot be listened on (not retryable), or no peer answers
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Swarm:
         self._redialer.stop()
         self.dht.shutdown()
 
-    def __enter__(self) -> "Swarm":
+    def __enter__(self) -> "LocalPeer":
         return self
 
     def __exit__(self, *_error: object) -> None:
@@ -120,9 +120,9 @@ def supervise(
 ) -> Iterator[Watchdog]:
     """End this process if a child dies, if it hangs, or if the shutdown afterwards takes longer than `seconds`.
 
-    :param exit_code: of a shutdown that takes too long; EXIT_TEMPORARY after a fault and a retryable SwarmError
+    :param exit_code: of a shutdown that takes too long; EXIT_TEMPORARY after a fault and a retryable PeerError
     :param longest_wait: see Watchdog
-    :raises SwarmError: retryable, instead of an error that follows from the death of a child
+    :raises PeerError: retryable, instead of an error that follows from the death of a child
     """
     watchdog = Watchdog(children, longest_wait)
     watchdog.start()
@@ -132,8 +132,8 @@ def supervise(
         fault = watchdog.find_fault()
         if fault is not None or getattr(error, "retryable", False):
             exit_code = EXIT_TEMPORARY
-        if fault is not None and not isinstance(error, SwarmError):
-            raise SwarmError(fault, retryable=True) from error
+        if fault is not None and not isinstance(error, PeerError):
+            raise PeerError(fault, retryable=True) from error
         raise
     finally:
         watchdog.stop()
@@ -145,7 +145,7 @@ def load_identity(path: Path) -> RSAPrivateKey:
 
     The key determines the peer ID and signs the peer's records, so that a restarted peer keeps its identity.
 
-    :raises SwarmError: if the file is not a private key
+    :raises PeerError: if the file is not a private key
     """
     if not path.exists():
         write_private_key(RSAPrivateKey(), path)
@@ -154,7 +154,7 @@ def load_identity(path: Path) -> RSAPrivateKey:
         return to_private_key(crypto_pb2.PrivateKey.FromString(content).data)
     except Exception:  # protobuf and cryptography raise various exceptions
         fault = f"'{path}' is not a peer's private key; remove the file (a new key is written) or pass another"
-        raise SwarmError(f"identity_path: {fault}") from None
+        raise PeerError(f"identity_path: {fault}") from None
 
 
 def to_private_key(der: bytes) -> RSAPrivateKey:
@@ -200,19 +200,19 @@ def _end(dht: DHT) -> None:
         MPFuture.reset_backend()
 
 
-def _explain(error: Exception, initial_peers: Sequence[str], host_maddrs: Sequence[str], errors: bytes) -> SwarmError:
+def _explain(error: Exception, initial_peers: Sequence[str], host_maddrs: Sequence[str], errors: bytes) -> PeerError:
     """Return the error of a failed start. `errors`: see SafeDHT."""
     text = " ".join(str(error).split())
     if "failed to listen" in text or "address already in use" in text or "cannot assign" in text:
         where = " ".join(host_maddrs)
-        return SwarmError(f"cannot listen on host_maddrs {where}: port in use or not this machine's address")
+        return PeerError(f"cannot listen on host_maddrs {where}: port in use or not this machine's address")
     if "already taken" in text:
-        return SwarmError(text, retryable=True)
+        return PeerError(text, retryable=True)
     if isinstance(error, P2PDaemonError) and "bootstrap" not in text:
-        return SwarmError(f"the p2p daemon did not start: {text}")
+        return PeerError(f"the p2p daemon did not start: {text}")
     if not initial_peers:
-        return SwarmError("no peer was ready in time; raise startup_timeout", retryable=True)
-    return SwarmError(
+        return PeerError("no peer was ready in time; raise startup_timeout", retryable=True)
+    return PeerError(
         f"none of initial_peers answers: {' '.join(initial_peers)}. Check that they run, that the address and peer ID "
         "are the ones they print now, and that no firewall is in between",
         retryable=True,
