@@ -60,7 +60,8 @@ class Talk:
     """A causal model that continues texts, or answers: one of conversations remembers what was said."""
 
     def __init__(self, model, tokenizer, args: GenerateArguments):
-        from cotrain.models.model import find_device, get_objective, max_tokens
+        from cotrain.models.device import find_device
+        from cotrain.models.model import get_objective, max_tokens
         from cotrain.monitoring.samples import build_pipeline
 
         if args.compare and not hasattr(model, "peft_config"):

@@ -54,7 +54,7 @@ def main() -> None:
 
         line = ArgumentParser(ARGUMENTS, __doc__).parse()
         # Imports take seconds, which --help and usage errors do not need.
-        from cotrain.peer.run_config import find_run_config
+        from cotrain.peer.adoption import find_run_config
 
         evaluate(find_run_config(line, stop), stop)
 

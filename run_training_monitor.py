@@ -109,7 +109,7 @@ def main() -> None:
 
         line = ArgumentParser(ARGUMENTS, __doc__).parse()
         # Imports take seconds, which --help and usage errors do not need.
-        from cotrain.peer.run_config import find_run_config
+        from cotrain.peer.adoption import find_run_config
 
         entry = find_run_config(line, stop, is_monitor=True)
         args, run_args, _ = entry.arguments
@@ -133,7 +133,7 @@ def watch_run(entry, stated: dict[str, object], stop: StopSignal) -> None:
     from cotrain.monitoring.reporters import Reporters
     from cotrain.peer.addresses import announce_public_ip, log_visible_maddrs
     from cotrain.peer.peer import open_peer
-    from cotrain.peer.run_config import RunConfigRelay
+    from cotrain.peer.relay import RunConfigRelay
     from cotrain.peer.tunnel import open_tunnel
     from peerstep.local_peer import supervise
     from utils import make_validators

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 from cotrain.training.builders import build_param_groups
-from cotrain.training.check import BITS
+from cotrain.training.round_time import BITS
 from tests.support.models import build_model
 from tests.support.swarm import CONFIG, SAMPLES, Swarm, flat
 

@@ -12,10 +12,11 @@ from cotrain.common.atomic_files import lock_folder
 from cotrain.common.errors import UserError, report_uncaught_errors
 from cotrain.common.signals import StopSignal
 from cotrain.dht.run_records import record_schemas
-from cotrain.models.model import choose_kernels, seeded_by, to_float
+from cotrain.models.device import choose_kernels, to_float
+from cotrain.models.model import seeded_by
 from cotrain.options import TRAINER_OPTIONS
+from cotrain.peer.adoption import find_run_config
 from cotrain.peer.peer import open_peer
-from cotrain.peer.run_config import find_run_config
 from cotrain.peer.tunnel import open_tunnel
 from cotrain.status.status import recorded_start
 from cotrain.task import Task

@@ -11,7 +11,7 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from cotrain.common.json_file import JsonFile
-from cotrain.models.model import derive_seed
+from cotrain.common.seeds import derive_seed
 
 logger = logging.getLogger(__name__)
 

@@ -48,7 +48,7 @@ class RecordSchema(pydantic.BaseModel):
 
 
 class SignedConfig(pydantic.BaseModel):
-    """Settings of a run with the organiser's signature, see cotrain/peer/run_config.py."""
+    """Settings of a run with the organiser's signature, see cotrain/peer/signed_settings.py."""
 
     text: pydantic.StrictStr
     public_key: pydantic.StrictBytes

@@ -20,7 +20,7 @@ from cotrain.common.errors import UserError, first_line
 from cotrain.common.json_file import JsonFile, write_json
 from cotrain.common.progress_bar import ProgressBar
 from cotrain.dht.metrics_schema import MAX_NUMBER
-from cotrain.models.model import find_device
+from cotrain.models.device import find_device
 from cotrain.monitoring.aggregation import FRESH_SECONDS, MAX_SPREAD
 from cotrain.monitoring.reporters import Reporters
 from cotrain.task import Task

@@ -9,7 +9,8 @@ import torch
 from torch.utils.data import Dataset
 
 from cotrain.common.errors import UserError
-from cotrain.models.model import seeded_by, to_float
+from cotrain.models.device import to_float
+from cotrain.models.model import seeded_by
 from cotrain.options import Adopted, ModelOptions
 from cotrain.task import Task
 from cotrain.tasks.text import build_text_task

@@ -10,8 +10,9 @@ from torch.optim.lr_scheduler import MultiplicativeLR
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from cotrain.common.errors import UserError
+from cotrain.common.seeds import derive_seed
 from cotrain.data.sampler import PeerSampler
-from cotrain.models.model import derive_seed, find_device, supports_bf16
+from cotrain.models.device import find_device, supports_bf16
 from cotrain.options import LocalOptions
 from cotrain.status.loss_meter import LossMeter
 from cotrain.task import Task

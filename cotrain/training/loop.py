@@ -10,7 +10,7 @@ from accelerate.utils import send_to_device
 from hivemind.utils import get_logger
 from torch.utils.data import DataLoader, Dataset
 
-from cotrain.models.model import derive_seed
+from cotrain.common.seeds import derive_seed
 from cotrain.options import LocalOptions
 from cotrain.training.device_errors import MicroBatches
 from cotrain.training.hf_trainer import autocast_dtype

@@ -9,8 +9,9 @@ from hivemind.utils import get_logger
 
 from cotrain.common.batch_size import fit_batch_size
 from cotrain.data.manifest import Manifest
+from cotrain.models.device import enable_gradient_checkpointing
 from cotrain.models.memory import base_bytes, micro_batch_bytes
-from cotrain.models.model import build_without_weights, enable_gradient_checkpointing
+from cotrain.models.model import build_without_weights
 from cotrain.options import DEFAULT_BATCH_SIZE, LocalOptions, TrainerOptions
 from cotrain.tasks.task_loading import load_task
 from cotrain.training.hf_trainer import autocast_dtype

@@ -10,7 +10,7 @@ from cotrain.common.json_file import JsonLinesFile
 from cotrain.common.names import short
 from cotrain.dht.metrics_schema import StepMetrics, history_length
 from cotrain.dht.run_records import MAX_MEMBERS, TrainerRecord
-from cotrain.peer.run_config import RunConfigRelay
+from cotrain.peer.relay import RunConfigRelay
 from cotrain.status.status_keeper import StatusKeeper
 from peerstep.local_peer import LocalPeer
 from peerstep.reports.records import store_record

@@ -7,7 +7,7 @@ import torch
 from hivemind.utils import get_logger
 
 from cotrain.common.errors import UserError, first_line
-from cotrain.models.model import supports_bf16
+from cotrain.models.device import supports_bf16
 from cotrain.options import TrainerOptions
 from cotrain.task import Task
 from cotrain.training import checkpoints

@@ -19,7 +19,7 @@ from cotrain.data.sampler import PeerSampler
 from cotrain.dht.metrics_schema import StepMetrics
 from cotrain.options import TrainerOptions
 from cotrain.peer.addresses import log_visible_maddrs, peer_id_in
-from cotrain.peer.run_config import RunConfigRelay
+from cotrain.peer.relay import RunConfigRelay
 from cotrain.status.client_mode import ClientModeAlarm
 from cotrain.status.loss_meter import LossMeter
 from cotrain.status.status import describe_contribution, describe_end, describe_last_step

@@ -42,7 +42,7 @@ def start_trainer(
                 "begin a run, prepare its data first with ./tokenize_wikitext103.py, or pass --dataset_url"
             )
         with recorded_start(Path(args.training.output_dir)):
-            from cotrain.peer.run_config import find_run_config
+            from cotrain.peer.adoption import find_run_config
             from cotrain.peer.tunnel import open_tunnel
 
             try:

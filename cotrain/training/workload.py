@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import Dataset
 
 from cotrain.common.errors import UserError
-from cotrain.models.model import choose_kernels, enable_gradient_checkpointing
+from cotrain.models.device import choose_kernels, enable_gradient_checkpointing
 from cotrain.options import TrainerOptions
 from cotrain.task import Task
 from cotrain.tasks.task_loading import build_initial_model, load_samples, load_task

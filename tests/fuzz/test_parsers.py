@@ -40,7 +40,8 @@ from cotrain.data.manifest import Manifest
 from cotrain.monitoring.advice import parse_shares
 from cotrain.monitoring.aggregation import MetricsAggregator
 from cotrain.monitoring.contributors import Contributors
-from cotrain.peer.run_config import RunConfig, check_safe, choose, refuse_differences
+from cotrain.peer.adoption import refuse_differences
+from cotrain.peer.signed_settings import RunConfig, check_safe, choose
 from peerstep.peer.node import DHTProtocol, bucket_of, node_id_of
 from peerstep.reports.marks import MAX_STEP, NUM_MARKS, add_mark, parse_marks
 from peerstep.reports.progress_report import PeerProgress, parse_progress

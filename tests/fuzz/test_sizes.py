@@ -22,7 +22,7 @@ from hivemind.utils import MSGPackSerializer
 
 from cotrain.admission.admission import Admission
 from cotrain.admission.revocations import Revocations
-from cotrain.peer.run_config import choose
+from cotrain.peer.signed_settings import choose
 from peerstep.reports.marks import parse_marks
 from peerstep.reports.progress_report import parse_progress
 from peerstep.rounds.claims import PROOF_BYTES, Claims

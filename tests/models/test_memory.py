@@ -8,8 +8,9 @@ from transformers import LlamaConfig
 
 from cotrain.common.batch_size import fit_batch_size
 from cotrain.models.adapters import add_adapters
+from cotrain.models.device import enable_gradient_checkpointing
 from cotrain.models.memory import PeakMeter, base_bytes, key_of, micro_batch_bytes
-from cotrain.models.model import build_without_weights, enable_gradient_checkpointing, read_config
+from cotrain.models.model import build_without_weights, read_config
 from deploy import join
 
 SIZES = {

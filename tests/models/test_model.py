@@ -9,8 +9,8 @@ from transformers import AlbertForPreTraining, AutoConfig
 from arguments import LocalTrainingArguments
 from cotrain.common.argument_parser import parse_arguments
 from cotrain.common.errors import UserError
-from cotrain.models.model import choose_kernels, enable_gradient_checkpointing
-from cotrain.peer.run_config import SETTINGS
+from cotrain.models.device import choose_kernels, enable_gradient_checkpointing
+from cotrain.peer.signed_settings import SETTINGS
 from cotrain.settings import Hyperparameters
 from cotrain.training.builders import build_local_optimizer, build_param_groups
 from peerstep.state.statistics import build_with_statistics, initialize_optimizer_state

@@ -14,8 +14,9 @@ from cotrain.common.argument_parser import ArgumentParser, CommandLine
 from cotrain.common.errors import UserError
 from cotrain.models.hub import build_hub_options
 from cotrain.models.model import read_config
-from cotrain.peer import run_config
-from cotrain.peer.run_config import SETTINGS, TASK, Entry, RunConfig, find_run_config
+from cotrain.peer import adoption
+from cotrain.peer.adoption import Entry, find_run_config
+from cotrain.peer.signed_settings import SETTINGS, TASK, RunConfig
 from deploy.aws import Deployment
 from run_evaluator import ARGUMENTS as EVALUATOR_ARGUMENTS
 from run_training_monitor import ARGUMENTS as MONITOR_ARGUMENTS
@@ -61,7 +62,7 @@ def adopt(monkeypatch, tmp_path) -> Callable[[dict, str, list[str]], Entry]:
 
     def adopt(run: dict, script: str, words: list[str]) -> Entry:
         config = RunConfig.sign(run, ORGANISER)
-        monkeypatch.setattr(run_config, "_visit", lambda *_args: config)
+        monkeypatch.setattr(adoption, "_visit", lambda *_args: config)
         return find_run_config(parse(script, [*words, "--output_dir", str(tmp_path)]), stop=None)
 
     return adopt

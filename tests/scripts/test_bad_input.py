@@ -32,7 +32,7 @@ PEER = f"/ip4/127.0.0.1/tcp/9/p2p/{UNKNOWN_PEERS[0]}"
 @pytest.fixture
 def run(monkeypatch, capsys, tmp_path, data):
     """Run the main function of a script in this process with a few flags; return its one-line error."""
-    quiet = "cotrain.peer.run_config.setup_logging"  # keep the logging of the tests
+    quiet = "cotrain.peer.adoption.setup_logging"  # keep the logging of the tests
     monkeypatch.setattr(quiet, lambda debug=False: None)
     monkeypatch.chdir(tmp_path)
 

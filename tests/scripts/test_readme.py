@@ -14,7 +14,7 @@ from transformers.hf_argparser import HfArgumentParser
 
 from arguments import TRAINER_ARGUMENTS
 from cotrain.common.errors import ORGANISER_MODULES
-from cotrain.peer.run_config import COMMON_SETTINGS
+from cotrain.peer.signed_settings import COMMON_SETTINGS
 from tests.support.messages import is_printed
 from tests.support.peers import ROOT
 

@@ -19,7 +19,7 @@ from arguments import (
     ProgressTrackerArguments,
 )
 from cotrain.options import NOTHING, TrainerOptions
-from cotrain.peer.run_config import RunConfigRelay
+from cotrain.peer.relay import RunConfigRelay
 from cotrain.task import Task
 from cotrain.tasks.text import TextTask
 from cotrain.training.checkpoints import SavedState

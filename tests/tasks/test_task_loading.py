@@ -104,7 +104,7 @@ def test_fault_of_the_file_is_one_line(write, text, fault):
 @pytest.mark.parametrize("debug", [False, True])
 def test_script_ends_with_one_line_and_with_debug_the_traceback(write, script, debug, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(
-        "cotrain.peer.run_config.setup_logging", lambda debug=False: None
+        "cotrain.peer.adoption.setup_logging", lambda debug=False: None
     )  # keep the logging of the tests
     path = write(GOOD.replace("torch.nn.Linear(2, 1)", "1 / 0"))
     words = ["--task", str(path), "--host_maddrs", LOCAL, "--output_dir", str(tmp_path), *["--debug"] * debug]

@@ -21,7 +21,8 @@ from cotrain.common.errors import UserError
 from cotrain.models import model as models
 from cotrain.models import pretrained
 from cotrain.models.adapters import add_adapters
-from cotrain.models.model import build_without_weights, enable_gradient_checkpointing, to_float
+from cotrain.models.device import enable_gradient_checkpointing, to_float
+from cotrain.models.model import build_without_weights
 from cotrain.models.pretrained import digest_weights, load_pretrained
 from cotrain.monitoring.evaluation import Evaluator
 from cotrain.monitoring.export import export

@@ -14,19 +14,17 @@ import torch
 
 from arguments import CollaborationArguments, LocalTrainingArguments
 from cotrain.common.errors import UserError
-from cotrain.training import check
-from cotrain.training.check import (
+from cotrain.training import check, check_machine, check_run
+from cotrain.training.check_machine import (
     MIN_OPEN_FILES,
     REQUIREMENTS,
-    Finding,
-    attempt,
-    check_address,
     check_memories,
     check_open_files,
-    check_rounds,
     check_versions,
     measure_device,
 )
+from cotrain.training.check_run import check_address, check_rounds
+from cotrain.training.finding import Finding, attempt
 from cotrain.training.needs import Needs, missing_copies
 from peerstep.peer import processes
 from peerstep.peer.processes import ENOUGH_FILES, raise_file_limit
@@ -76,7 +74,7 @@ def test_device_computes_one_sample_and_then_micro_batches():
 
 def test_micro_batch_that_takes_too_long_ends(monkeypatch):
     """Mamba without its kernels took minutes."""
-    monkeypatch.setattr(check, "BATCH_SECONDS", -1.0)
+    monkeypatch.setattr(check_machine, "BATCH_SECONDS", -1.0)
     finding = attempt("device", partial(measure_device, Samples(), ARGS, 4, RUNNING, range(16)))
     assert "a micro-batch of 4 takes more than -1 s: choose a smaller model" in finding.line and finding.advice
 
@@ -120,10 +118,10 @@ def test_scripts_raise_their_limit_on_open_files(monkeypatch, limits, raised):
 
 def test_memory(monkeypatch):
     """Model and gradients of 350 million parameters are on the GPU, and not in the memory of a notebook."""
-    monkeypatch.setattr(check.psutil, "virtual_memory", lambda: SimpleNamespace(available=13e9))
-    monkeypatch.setattr(check.psutil, "disk_usage", lambda _path: SimpleNamespace(free=9e9))
-    monkeypatch.setattr(check.torch.accelerator, "get_memory_info", lambda _device: (8e9, 16e9))
-    monkeypatch.setattr(check, "has_own_memory", lambda device: device.type == "cuda")
+    monkeypatch.setattr(check_machine.psutil, "virtual_memory", lambda: SimpleNamespace(available=13e9))
+    monkeypatch.setattr(check_machine.psutil, "disk_usage", lambda _path: SimpleNamespace(free=9e9))
+    monkeypatch.setattr(check_machine.torch.accelerator, "get_memory_info", lambda _device: (8e9, 16e9))
+    monkeypatch.setattr(check_machine, "has_own_memory", lambda device: device.type == "cuda")
 
     def faults(num_parameters: int, device: str, local_updates: bool = False) -> list[str]:
         needs = Needs(num_parameters, 4.0 * num_parameters, local_updates)
@@ -141,9 +139,9 @@ def test_memory(monkeypatch):
 
 def test_memory_of_adapters(monkeypatch):
     """A base of 8 billion parameters, with adapters of 42 million: 16 bytes of each of those on the GPU."""
-    monkeypatch.setattr(check.psutil, "virtual_memory", lambda: SimpleNamespace(available=13e9))
-    monkeypatch.setattr(check.torch.accelerator, "get_memory_info", lambda _device: (24e9, 24e9))
-    monkeypatch.setattr(check, "has_own_memory", lambda device: device.type == "cuda")
+    monkeypatch.setattr(check_machine.psutil, "virtual_memory", lambda: SimpleNamespace(available=13e9))
+    monkeypatch.setattr(check_machine.torch.accelerator, "get_memory_info", lambda _device: (24e9, 24e9))
+    monkeypatch.setattr(check_machine, "has_own_memory", lambda device: device.type == "cuda")
     needs = Needs(42_000_000, 4.2e9, frozen=16.1e9, text=": 16.1 for the base, and so on")
     machine, *_ = check_memories(needs, torch.device("cpu"))
     assert machine.line.startswith("FAILED  memory: 13.0 GB free, about 22.6 needed: 16.1 for the base")
@@ -155,7 +153,7 @@ def test_memory_of_adapters(monkeypatch):
 
 
 def test_memory_that_a_gpu_shares_with_the_machine_is_counted_once(monkeypatch):
-    monkeypatch.setattr(check.psutil, "virtual_memory", lambda: SimpleNamespace(available=13e9))
+    monkeypatch.setattr(check_machine.psutil, "virtual_memory", lambda: SimpleNamespace(available=13e9))
     needs = Needs(42_000_000, 4.2e9, frozen=16.1e9)
     rows = {finding.subject: finding for finding in check_memories(needs, torch.device("mps"))}
     assert "GPU memory" not in rows and "about 22.6 needed" in rows["memory"].text
@@ -174,8 +172,8 @@ def test_trial_has_all_copies_of_training(monkeypatch, local_updates, accumulati
 def test_copies_are_alive_while_a_device_computes_the_trial(monkeypatch):
     work, alive = Samples(), []
     work.device, work.model.cpu = torch.device("meta"), lambda: None  # a stand-in, from which nothing can be copied
-    monkeypatch.setattr(check, "autocast_dtype", lambda args: None)
-    monkeypatch.setattr(check.torch, "autocast", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(check_machine, "autocast_dtype", lambda args: None)
+    monkeypatch.setattr(check_machine.torch, "autocast", lambda *_, **__: nullcontext())
 
     def keep(model: torch.nn.Module, args: LocalTrainingArguments) -> list[torch.Tensor]:
         copies = missing_copies(model, args)
@@ -185,7 +183,7 @@ def test_copies_are_alive_while_a_device_computes_the_trial(monkeypatch):
     def end(_model: torch.nn.Module, batch: torch.Tensor) -> None:
         raise UserError(f"{sum(kept().is_meta for kept in alive)} copies beside a batch on {batch.device}")
 
-    monkeypatch.setattr(check, "missing_copies", keep)
+    monkeypatch.setattr(check_machine, "missing_copies", keep)
     work.task.compute_loss = end
     with pytest.raises(UserError, match="4 copies beside a batch on meta"):
         measure_device(work, ARGS, 4, RUNNING, range(16))
@@ -195,7 +193,7 @@ def test_copies_are_alive_while_a_device_computes_the_trial(monkeypatch):
 def test_loss_that_is_not_finite_fails(monkeypatch, dtype, advice):
     samples = Samples()
     samples.task.compute_loss = lambda model, batch: model(batch).float().mean() * math.inf
-    monkeypatch.setattr(check, "autocast_dtype", lambda args: dtype)
+    monkeypatch.setattr(check_machine, "autocast_dtype", lambda args: dtype)
     with pytest.raises(UserError, match=f"the loss of a micro-batch of 1 is -?(inf|nan).*{advice}"):
         measure_device(samples, ARGS, 1, RUNNING, range(16))
 
@@ -230,7 +228,7 @@ def measure(monkeypatch):
 
     def measure(trainers: int = 7, **options) -> str:
         records = dict(enumerate([{}, None, *[heartbeat(1.0, 5)] * trainers]))  # malformed ones are no trainers
-        monkeypatch.setattr(check, "get_records", lambda _dht, key: {"run_training_progress": records}[key])
+        monkeypatch.setattr(check_run, "get_records", lambda _dht, key: {"run_training_progress": records}[key])
         args = CollaborationArguments(run_id="run", **{"averaging_timeout": 300.0, **options})
         return check_rounds(None, ALBERT_LARGE, args).line
 

@@ -27,8 +27,9 @@ from cotrain.common.errors import UserError
 from cotrain.monitoring.monitor import CheckpointKeeper
 from cotrain.task import Task
 from cotrain.training import checkpoints
-from cotrain.training.check import attempt, check_folders
+from cotrain.training.check_machine import check_folders
 from cotrain.training.checkpoints import SavedState
+from cotrain.training.finding import attempt
 from tests.support.fakes import FakeAverager, make_session, make_state
 from tests.support.models import build_model
 from tests.support.swarm import CONFIG

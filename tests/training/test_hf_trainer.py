@@ -16,7 +16,7 @@ from transformers import TrainingArguments
 
 from arguments import LocalTrainingArguments
 from cotrain.common.errors import UserError
-from cotrain.models.model import choose_kernels, enable_gradient_checkpointing
+from cotrain.models.device import choose_kernels, enable_gradient_checkpointing
 from cotrain.status.loss_meter import LossMeter
 from cotrain.task import Task
 from cotrain.training.hf_trainer import (

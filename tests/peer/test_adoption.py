@@ -26,16 +26,10 @@ from cotrain.common.signals import StopSignal
 from cotrain.models.config import to_published_model
 from cotrain.models.model import build_without_weights, check_size, read_config
 from cotrain.options import NOTHING, TrainerOptions
-from cotrain.peer import run_config
-from cotrain.peer.run_config import (
-    Entry,
-    RunConfig,
-    RunConfigRelay,
-    check_safe,
-    choose,
-    find_run_config,
-    refuse_differences,
-)
+from cotrain.peer import adoption, relay, signed_settings
+from cotrain.peer.adoption import Entry, find_run_config, refuse_differences
+from cotrain.peer.relay import RunConfigRelay
+from cotrain.peer.signed_settings import RunConfig, check_safe, choose
 from cotrain.settings import Hyperparameters, StepSettings
 from peerstep.rounds.averager import PROTOCOL
 from run_training_monitor import ARGUMENTS as MONITOR_ARGUMENTS
@@ -154,7 +148,7 @@ def test_the_newest_settings_and_those_of_the_stated_run_are_believed(keys, monk
     organiser, trainer, stranger = keys
     records, now = {}, time.time()
     for number, (run_id, publisher) in enumerate((("a", trainer), ("b", organiser), ("a", stranger))):
-        monkeypatch.setattr(run_config, "run_time", lambda now=now + number: now)
+        monkeypatch.setattr(signed_settings, "run_time", lambda now=now + number: now)
         records |= published(RunConfig.sign({"run_id": run_id, "seq_length": number + 1}, organiser), publisher)
     for run_id, newest in (("a", 3), ("b", 2), (None, 3), ("c", 3)):
         assert choose(records, set(map(id_of, keys)), run_id=run_id).settings["seq_length"] == newest
@@ -177,7 +171,7 @@ def adopt(tmp_path, monkeypatch):
     """Return a function for the arguments of a trainer whose initial peer publishes these settings."""
 
     def adopt(published: RunConfig | None, *words: str) -> Entry:
-        monkeypatch.setattr(run_config, "_visit", lambda *_: published)
+        monkeypatch.setattr(adoption, "_visit", lambda *_: published)
         return find_run_config(parse("--initial_peers", PUBLIC, "--output_dir", str(tmp_path), *words), stop=None)
 
     return adopt
@@ -212,7 +206,7 @@ def find_as_monitor(keys, tmp_path, monkeypatch):
                 raise published
             return published
 
-        monkeypatch.setattr(run_config, "_visit", visit)
+        monkeypatch.setattr(adoption, "_visit", visit)
         address = f"/ip4/127.0.0.1/tcp/1/p2p/{id_of(via)}"
         line = ArgumentParser(MONITOR_ARGUMENTS, "test").parse(
             ["--initial_peers", address, "--output_dir", str(tmp_path), *words]
@@ -278,7 +272,7 @@ def test_organisers_own_monitor_may_change_what_it_stated(find_as_monitor, tmp_p
 
 
 def test_monitor_without_checkpoints_needs_no_model(find_as_monitor, keys):
-    for settings in ({run_config.TASK: "0" * 64}, {"from_pretrained": True, "model_name_or_path": None}):
+    for settings in ({signed_settings.TASK: "0" * 64}, {"from_pretrained": True, "model_name_or_path": None}):
         config = RunConfig.parse(signed(keys[0], {**SETTINGS, **settings}), id_of(keys[0]))
         with pytest.raises(UserError, match="ask "):
             find_as_monitor(config)
@@ -287,10 +281,10 @@ def test_monitor_without_checkpoints_needs_no_model(find_as_monitor, keys):
 
 def test_kept_settings_that_are_damaged_are_set_aside(find_as_monitor, keys, tmp_path):
     find_as_monitor(RunConfig.sign(SETTINGS, keys[0]))
-    kept = json.loads((tmp_path / run_config.KEPT_FILE).read_text(encoding="utf-8"))
+    kept = json.loads((tmp_path / signed_settings.KEPT_FILE).read_text(encoding="utf-8"))
     altered = bytes.fromhex(kept["record"]).replace(b"0.01", b"0.09").hex()
     for content in ("", "[]", "{}", json.dumps({**kept, "record": altered}), json.dumps({**kept, "record": "80"})):
-        (tmp_path / run_config.KEPT_FILE).write_text(content, encoding="utf-8")
+        (tmp_path / signed_settings.KEPT_FILE).write_text(content, encoding="utf-8")
         with pytest.raises(TemporaryError, match="none of"):
             find_as_monitor(SILENCE)
 
@@ -375,7 +369,7 @@ def test_data_that_is_there_needs_no_address(keys):
 )
 def test_all_peers_have_the_same_task(keys, tmp_path, adopt, of_the_run, own, fault):
     (tmp_path / "mine.py").write_text(own or "", encoding="utf-8")
-    digest = {} if of_the_run is None else {run_config.TASK: hashlib.sha256(of_the_run.encode()).hexdigest()}
+    digest = {} if of_the_run is None else {signed_settings.TASK: hashlib.sha256(of_the_run.encode()).hexdigest()}
     task = [] if own is None else ["--task", str(tmp_path / "mine.py")]
     with contextlib.nullcontext() if fault is None else pytest.raises(UserError, match=fault):
         adopt(RunConfig.sign({**SETTINGS, **digest}, keys[0]), *task)
@@ -400,14 +394,16 @@ def test_another_protocol_is_refused(keys, adopt):
 def test_each_flag_of_the_run_is_published_and_fits_into_a_record(keys):
     """The flags of these groups are equal on all peers, but for those that are named here."""
     line = ArgumentParser(MONITOR_ARGUMENTS, "test").parse(["--run_config", "configs/run.yaml"])
-    everything = {name: getattr(args, name) for args in line.arguments for name in run_config.SETTINGS
+    everything = {name: getattr(args, name) for args in line.arguments for name in signed_settings.SETTINGS
                   if hasattr(args, name)}  # fmt: skip
-    assert everything.keys() == set(run_config.SETTINGS)
-    everything[run_config.TASK] = "0" * 64
+    assert everything.keys() == set(signed_settings.SETTINGS)
+    everything[signed_settings.TASK] = "0" * 64
     of_the_run = (Hyperparameters, ModelArguments, StepSettings)
     local = {"task", "tokenizer_path", "cache_dir"}
     flags = {option.name for dataclass_type in of_the_run for option in dataclasses.fields(dataclass_type)}
-    assert flags == (run_config.SETTINGS - find_settings([BaseTrainingArguments]) - {run_config.TASK}) | local
+    assert (
+        flags == (signed_settings.SETTINGS - find_settings([BaseTrainingArguments]) - {signed_settings.TASK}) | local
+    )
     large = {"dataset_url": "https://example.org/" + "x" * 200, "model_name_or_path": "configs/albert-large-v2.json"}
     config = RunConfig.sign({**everything, **large}, keys[0])
     assert sum(map(len, config.record.values())) < 3000  # the subkey of 500 bytes comes on top
@@ -519,14 +515,14 @@ def test_configuration_that_is_too_long_for_a_name_stays_as_it_is():
 def test_settings_are_stored_three_times_in_their_lifetime(keys, monkeypatch):
     """A trainer publishes them with each of its records, a monitor with each read of the trainers' records."""
     config, clock, stored = RunConfig.sign(SETTINGS, keys[0]), SimpleNamespace(now=0.0), []
-    monkeypatch.setattr(run_config, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    monkeypatch.setattr(run_config, "store_record", lambda *args: stored.append((clock.now, args[3], args[4])))
-    relay = RunConfigRelay(SimpleNamespace(dht=None, public_key=b"key"), config, lifetime=600.0)
+    monkeypatch.setattr(relay, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(relay, "store_record", lambda *args: stored.append((clock.now, args[3], args[4])))
+    sender = RunConfigRelay(SimpleNamespace(dht=None, public_key=b"key"), config, lifetime=600.0)
     for clock.now in map(float, range(0, 1200, 5)):
         if clock.now == 450.0:
-            relay.config = RunConfig.sign({**SETTINGS, "page": "https://example.org"}, keys[0])
-        relay.publish()
+            sender.config = RunConfig.sign({**SETTINGS, "page": "https://example.org"}, keys[0])
+        sender.publish()
     assert [(now, lifetime) for now, _, lifetime in stored] == [
         (now, 600.0) for now in (0.0, 200.0, 400.0, 450.0, 650.0, 850.0, 1050.0)
     ]
-    assert stored[3][1] == relay.config.record, "changed settings are published at once"
+    assert stored[3][1] == sender.config.record, "changed settings are published at once"
