@@ -80,7 +80,8 @@ class RunConfig:
                 raise ValueError("the signature is wrong")
             content = json.loads(text)
             settings, protocol = dict(content["settings"]), content["protocol"]
-            wrong = [name for name, value in settings.items() if name not in SETTINGS or not _is_plain(value)]
+            known = SETTINGS if protocol == PROTOCOL else settings.keys()  # with another, a peer only says so
+            wrong = [name for name, value in settings.items() if name not in known or not _is_plain(value)]
             if wrong or "run_id" not in settings or type(protocol) is not int:
                 raise ValueError(f"wrong or missing settings: {wrong}")
             if not content["time"] <= run_time() + MAX_CLOCK_LEAD:  # it would outlast what the organiser signs later

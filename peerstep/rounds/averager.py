@@ -98,8 +98,8 @@ class RoundAverager(SafeAverager):
             target_group_size=options.target_group_size,
             min_matchmaking_time=options.matchmaking_time,
             allreduce_timeout=options.averaging_timeout,
-            # Seconds of silence after which a peer is excluded from a round. hivemind's default is
-            # `matchmaking_time`, which busy machines and slow connections exceed.
+            # Seconds of silence after which a sender is excluded from a round: hivemind's `sender_timeout`, of which
+            # its `reducer_timeout` is twice. Its default is `matchmaking_time`, which busy machines exceed.
             next_chunk_timeout=max(options.matchmaking_time, options.averaging_timeout / 4),
             **kwargs,
         )

@@ -57,8 +57,10 @@ def parse(*words: str):
     return ArgumentParser(TRAINER_ARGUMENTS, "test").parse(words)
 
 
-def signed(key: RSAPrivateKey, settings: object, signed_at: float = 0.0) -> dict[str, object]:
-    text = json.dumps({"protocol": PROTOCOL, "time": signed_at, "settings": settings})
+def signed(
+    key: RSAPrivateKey, settings: object, signed_at: float = 0.0, protocol: int = PROTOCOL
+) -> dict[str, object]:
+    text = json.dumps({"protocol": protocol, "time": signed_at, "settings": settings})
     public_key = key.get_public_key().to_bytes()
     return {"text": text, "public_key": public_key, "signature": key.sign(text.encode())}
 
@@ -387,8 +389,10 @@ def test_signal_during_the_visit_ends_the_script_after_it():
 
 
 def test_another_protocol_is_refused(keys, adopt):
+    """Its settings may have names of which this version knows nothing."""
+    record = signed(keys[0], {**SETTINGS, "lr_schedule": "cosine"}, protocol=PROTOCOL + 1)
     with pytest.raises(UserError, match=f"the run has protocol {PROTOCOL + 1}, this checkout {PROTOCOL}"):
-        adopt(dataclasses.replace(RunConfig.sign(SETTINGS, keys[0]), protocol=PROTOCOL + 1))
+        adopt(RunConfig.parse(record, id_of(keys[0])))
 
 
 def test_each_flag_of_the_run_is_published_and_fits_into_a_record(keys):

@@ -112,6 +112,16 @@ def test_models_in_channels_last_are_averaged():
     assert {entry["attempts"] for peer in peers for entry in peer.rounds} == {1}
 
 
+def test_steps_with_short_local_steps_have_the_samples_of_the_target():
+    """A local step is a 128th of a step. Its samples come while the others are counted: at most 3 % too many."""
+    with Scenario(1, factor=5.0, target_batch_size=512) as scenario:
+        for speed in (8.0, 5.0, 3.0):
+            scenario.add(speed=speed)
+        scenario.reach(5, seconds=1000.0)
+        counts = [sum(peer.samples.get(step) or 0 for peer in scenario.peers) for step in range(2, 6)]
+    assert sum(counts) <= 1.03 * 512 * len(counts), counts
+
+
 @pytest.mark.parametrize("delay_grad_averaging", [True, False])
 def test_trainer_with_long_local_steps_contributes_to_each_round(delay_grad_averaging):
     """A local step takes longer than matchmaking, and most of a global step."""

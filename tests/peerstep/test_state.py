@@ -46,7 +46,6 @@ def build_schedule():
     return build_scheduler(build_local_optimizer(build_param_groups(torch.nn.Linear(2, 2), 0.0), args), args)
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -59,6 +58,7 @@ def test_one_value_that_is_not_finite_is_found(device, dtype, value):
     assert not all_finite(tensors)
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 def test_schedule_is_that_of_stepping_to_the_same_step():
     direct = build_schedule()
     for epoch in (50, 0, 1, 60, 9, 10, 11, 49):  # forwards and backwards
