@@ -39,7 +39,7 @@ class Task:
         return model(**batch).loss
 
     def weigh(self, batch: Any) -> float | torch.Tensor:
-        """Return the weight of a micro-batch in a local step: the number of values that its loss is the mean of.
+        """Return the weight of a micro-batch in a local step, above 0: how many values its loss is the mean of.
 
         Without it all micro-batches of a local step weigh the same, as they have equally many samples.
         """

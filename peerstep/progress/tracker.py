@@ -2,7 +2,7 @@
 
 Each trainer publishes a signed record under `{run_id}_training_progress`, which `RunNode` spreads over several keys:
 the newest steps that it has begun and completed, the samples for the next one, and how far its parameters are from the
-others', see progress_record.py. What follows from the reports is in view.py.
+others', see progress_report.py. What follows from the reports is in view.py.
 Adapted from hivemind/optim/progress_tracker.py, which believes every claim of a later step.
 """
 

@@ -169,7 +169,7 @@ class View:
     def estimate(self) -> tuple[int, float]:
         """The samples that are reported for the next step, and the estimated seconds until all of them are.
 
-        A peer counts for a few times as many as the others, as in the round, see neighbours.py.
+        A peer counts for a few times as many as the others, as in the round, see relative_bounds.py.
         """
         step, now, own = self.next_step, self.now, self.own
         reach = max(HEARTBEAT_SECONDS, SECONDS_PER_PEER * (1 + len(self.others)))

@@ -35,7 +35,7 @@ class Bounds:
     parameter_step: float = math.inf
     parameter_change: float = PARAMETER_CHANGE
     has_gradient: bool = False  # whether a reducer's averages are bounded by this peer's gradients
-    believes_weights: bool = False  # see neighbours.py
+    believes_weights: bool = False  # see relative_bounds.py
     are_updates: bool = False  # what is averaged are local updates instead of gradients
 
     def clip(
@@ -54,7 +54,7 @@ class Bounds:
             excess = f"a weight of {weight:g}, the bound is {self.weight:g}"
             weight = min(max(weight, MIN_WEIGHT), self.weight)
         if info.role == TensorRole.GRADIENT:
-            if norm > MAX_GRADIENT_NORM:  # see neighbours.py for the relative bounds
+            if norm > MAX_GRADIENT_NORM:  # see relative_bounds.py for the relative bounds
                 part, excess = part * (MAX_GRADIENT_NORM / norm), f"a gradient of norm {norm:.3g}"
             return part, weight, excess
         distance = norm_of(part - own_part) if weight > MIN_WEIGHT else 0.0
