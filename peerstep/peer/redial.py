@@ -26,6 +26,29 @@ MAX_CLOCK_ERROR = 1.0  # seconds; hivemind allows 3
 MAX_CORRECTION = 27 * 3600.0  # seconds; a wrong time zone is 26 hours off. With more, initial peers could end bans
 
 
+class ClockJumps:
+    """Warns when this machine's clock becomes wrong, at most once in WARN_SECONDS: in WSL it may jump every minute."""
+
+    WARN_SECONDS = 600.0
+
+    def __init__(self):
+        self._number, self._warn_at = 0, -math.inf  # without a warning; `time.monotonic`
+
+    def warn(self, offset: float) -> None:
+        self._number += 1
+        if time.monotonic() < self._warn_at:
+            return
+        times = f", and became wrong {self._number} times since the last warning" if self._number > 1 else ""
+        logger.warning(
+            f"This machine's clock is {abs(offset):.1f} s {'behind' if offset > 0 else 'ahead of'} the run's{times}: "
+            "using that of the run (up to 27 hours). Set it, for example with `sudo timedatectl set-ntp true`"
+        )
+        self._number, self._warn_at = 0, time.monotonic() + self.WARN_SECONDS
+
+
+_jumps = ClockJumps()
+
+
 class BootstrapRedialer(PeriodicThread):
     """Dials the initial peers every PERIOD seconds, and more often while one of them does not answer.
 
@@ -62,10 +85,7 @@ def set_run_clock(dht: DHT, initial_peers: Sequence[str]) -> bool:
         offset = min(max(before + change, -MAX_CORRECTION), MAX_CORRECTION)
         correct_clock(offset)
         if abs(offset) > MAX_CLOCK_ERROR >= abs(before):  # once, whatever the initial peers answer later
-            logger.warning(
-                f"This machine's clock is {abs(offset):.1f} s {'behind' if offset > 0 else 'ahead of'} the run's: "
-                "using that of the run (up to 27 hours). Set it, for example with `sudo timedatectl set-ntp true`"
-            )
+            _jumps.warn(offset)
     return None not in offsets
 
 

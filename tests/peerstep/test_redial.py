@@ -9,7 +9,7 @@ import pytest
 
 from peerstep.peer import clock, redial
 from peerstep.peer.clock import correct_clock, run_time
-from peerstep.peer.redial import BootstrapRedialer, set_run_clock
+from peerstep.peer.redial import BootstrapRedialer, ClockJumps, set_run_clock
 from peerstep.reports.records import get_dictionary, store_record
 from tests.support.peers import local_peer, wait_until
 
@@ -29,7 +29,8 @@ class Answers:
 
 
 @pytest.fixture(autouse=True)
-def right_clock():
+def right_clock(monkeypatch):
+    monkeypatch.setattr(redial, "_jumps", ClockJumps())
     yield
     correct_clock(0.0)
 
@@ -55,7 +56,7 @@ def test_peers_that_do_not_answer_are_dialed_more_often():
 )  # fmt: skip
 def test_clock_of_the_run_is_the_median_of_the_initial_peers(answers, offset, monkeypatch):
     for module in (clock, redial):
-        monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: NOW))
+        monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: NOW, monotonic=time.monotonic))
     set_run_clock(Answers(answers), ["/ip4/192.0.2.1/tcp/1/p2p/Qm"] * len(answers))
     assert run_time() - NOW == pytest.approx(offset, abs=0.1)
 
@@ -64,7 +65,7 @@ def test_clock_is_named_once_and_followed_when_it_is_set(monkeypatch, caplog):
     """A laptop sleeps: its clock is 600 s late afterwards, until it is set."""
     system = SimpleNamespace(error=-600.0)
     for module in (clock, redial):
-        monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: NOW + system.error))
+        monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: NOW + system.error, monotonic=time.monotonic))
     peers = ["/ip4/192.0.2.1/tcp/1/p2p/Qm"]
 
     def ask() -> None:
@@ -81,6 +82,20 @@ def test_clock_is_named_once_and_followed_when_it_is_set(monkeypatch, caplog):
     system.error = 0.0
     ask()
     assert run_time() == pytest.approx(NOW, abs=0.1) and len(caplog.records) == 1
+
+
+def test_clock_that_jumps_again_and_again_is_named_every_ten_minutes(monkeypatch, caplog):
+    """In WSL a clock may fall behind and be set every few seconds, all night: 360 warnings in an hour."""
+    system = SimpleNamespace(error=0.0, seconds=0.0)
+    now = SimpleNamespace(time=lambda: NOW + system.error, monotonic=lambda: system.seconds)
+    for module in (clock, redial):
+        monkeypatch.setattr(module, "time", now)
+    for system.seconds in range(0, 3600, 5):
+        system.error = -2.0 * (system.seconds % 10 > 0)
+        set_run_clock(Answers([NOW - run_time()]), ["/ip4/192.0.2.1/tcp/1/p2p/Qm"])
+        assert run_time() == pytest.approx(NOW, abs=0.1), "it is corrected each time"
+    assert len(caplog.records) == 6
+    assert "behind the run's, and became wrong 60 times since the last warning: using" in caplog.text
 
 
 @pytest.mark.peers
