@@ -37,6 +37,7 @@ class TrainerStatus:
     error: str = ""  # with which it ended
     step: int = 0  # newest global step that this trainer has reached
     next_step: int = 1  # the one it computes samples for
+    later_step: int | None = None  # of the run, whose state this trainer needs first; None if it needs none
     seconds_to_next: float | None = None  # None before the speed is known
     own_samples: int = 0  # of this trainer for `next_step` so far
     all_samples: int = 0  # the same, of all trainers
@@ -103,10 +104,13 @@ def describe_status(status: TrainerStatus) -> list[tuple[str, str]]:
     else:
         state = "training"
     averaging = f"averaging #{s.next_step - 1}; then " if s.next_step > s.step + 1 else ""
+    next_step = f"{averaging}#{s.next_step} {wait}: {progress}"
+    if s.later_step is not None:
+        next_step = f"the run is at step #{s.later_step}: downloading its state first"
     rows = [
         ("Peer", f"{s.name} in run {s.run_id}, for {format_duration(s.time - s.started_at)}"),
         ("State", f"{state}, at step #{s.step}"),
-        ("Next step", f"{averaging}#{s.next_step} {wait}: {progress}"),
+        ("Next step", next_step),
         ("Your samples", samples),
         ("Global steps", f"{s.joined:,} joined, {s.missed:,} missed"),
         ("Last miss", "none" if s.last_miss is None else f"#{s.last_miss[0]}: {s.last_miss[1]}"),
@@ -123,6 +127,8 @@ def describe_status(status: TrainerStatus) -> list[tuple[str, str]]:
 def describe_progress(status: TrainerStatus, loss: float | None) -> str:
     """Return one line about the next global step, with the local loss since the previous one."""
     s, wait = status, "unknown" if status.seconds_to_next is None else f"{status.seconds_to_next:.0f} s"
+    if s.later_step is not None:
+        return f"The run is at step #{s.later_step}: downloading its state first; {plural(s.num_trainers, 'peer')}"
     parts = [
         f"Accumulated {s.all_samples:,} of {s.target_batch_size:,} samples for step #{s.next_step} from "
         f"{plural(s.num_trainers, 'peer')}, {s.own_samples:,} of them yours",

@@ -122,6 +122,9 @@ class StatusKeeper(PeriodicThread):
         status.time = time.time()
         status.data, status.traffic = self.describe_data(), self.traffic.describe()
         status.step, status.next_step = own.completed, own.epoch + 1
+        # While it trains, the others may have begun the next round before this trainer
+        is_late = (view.credible_step or 0) > own.epoch + (status.worked_at is not None)
+        status.later_step = view.credible_step if is_late else None
         status.seconds_to_next = seconds if seconds < MAX_SECONDS_TO_STEP else None
         status.all_samples = view.estimate[0]  # with at most one target batch of each trainer
         status.own_samples = min(own.samples_accumulated, status.all_samples)

@@ -185,6 +185,26 @@ def test_progress_is_logged(keeper, caplog, tmp_path):
     assert dict(describe_status(read_status(tmp_path)))["Local loss"] == "6.500, 6.500 at first", "before a step"
 
 
+@pytest.mark.parametrize(
+    ("step", "of_run", "has_worked", "is_late"),
+    [(0, 42, False, True), (0, 1, False, True), (0, 0, False, False), (0, None, False, False), (39, 42, True, True),
+     (41, 42, True, False)],
+)  # fmt: skip
+def test_trainer_that_needs_a_later_state_says_so(keeper, caplog, step, of_run, has_worked, is_late):
+    """A trainer that came back said 'Accumulated 0 of 256 samples for step #1' of a run at step 42."""
+    keeper.optimizer.tracker = FakeTracker(step, [(of_run or 0, 1.0)])
+    keeper.optimizer.tracker.credible_step = of_run
+    if has_worked:
+        compute(keeper, 64)
+    keeper._log_at = 0.0
+    caplog.set_level("INFO")
+    keeper.work()
+    row = dict(describe_status(keeper.update()))["Next step"]
+    said = "The run is at step #42: downloading its state first; 2 peers"
+    assert (said.replace("#42", f"#{of_run}") in caplog.text) == is_late
+    assert (f"for step #{step + 1} from" in caplog.text) == (f"#{step + 1} at an unknown" in row) == (not is_late)
+
+
 # What the user reads
 
 

@@ -68,6 +68,7 @@ class FakeTracker:
 
     options = SimpleNamespace(default_refresh_period=0.1)
     misfits = frozenset()
+    credible_step = None
 
     def __init__(self, epoch: int = 0, others: Sequence[tuple[int, float]] = ()):
         self.local_progress = SimpleNamespace(
