@@ -38,6 +38,10 @@ _FILES = {
 }  # fmt: skip
 
 
+class FolderError(ValueError):
+    """What is wrong with a tokenizer's folder, in words for its user."""
+
+
 def load_tokenizer(
     name: str,
     flag: str = "--tokenizer_path",
@@ -59,22 +63,41 @@ def load_tokenizer(
     try:
         for file in Path(name).glob("*"):
             if file.is_file() and file.stat().st_size < 1000 and file.read_bytes().startswith(_POINTER):
-                raise ValueError(f"{file.name} is a pointer of Git LFS: run git lfs pull")
+                raise FolderError(f"{file.name} is a pointer of Git LFS: run git lfs pull")
         path = cached_file(name, "tokenizer_config.json", **options, _raise_exceptions_for_missing_entries=False)
         config = json.loads(Path(path).read_text(encoding="utf-8")) if path else _guess_config(Path(name))
         # AutoTokenizer would import torch, only to find the class: 2 seconds.
         tokenizer_class = getattr(transformers, config.pop("tokenizer_class", None) or "", None)
         if not (isinstance(tokenizer_class, type) and issubclass(tokenizer_class, PreTrainedTokenizerBase)):
             if "auto_map" in config:
-                raise ValueError("it has code with it, which is never run")
+                raise FolderError("it has code with it, which is never run")
             tokenizer_class = transformers.AutoTokenizer
         if not use_hub:
             return _read_folder(Path(name), tokenizer_class, config)
         # The default of trust_remote_code asks at the terminal whether the repository's code may run.
         return tokenizer_class.from_pretrained(name, **options, **({} if path else config), trust_remote_code=False)
     except Exception as error:
-        what = "holds no tokenizer that can be read" if is_folder else "is neither a folder here nor on the Hub"
-        raise UserError(f"{flag}: '{name}' {what} ({' '.join(str(error).split()):.300}); {remedy}") from None
+        what, reason = "is neither a folder here nor on the Hub", " ".join(str(error).split())[:300]
+        if is_folder:
+            what = "holds no tokenizer that can be read"
+            reason = reason if isinstance(error, FolderError) else _find_fault(Path(name))
+        raise UserError(f"{flag}: '{name}' {what} ({reason}); {remedy}") from None
+
+
+def _find_fault(folder: Path) -> str:
+    """Name the files of a folder from which no tokenizer can be read: the errors of the libraries do not."""
+    for file in sorted(folder.glob("*.json")):
+        try:
+            is_complete = isinstance(json.loads(file.read_text(encoding="utf-8")), dict)
+        except (OSError, ValueError):
+            is_complete = False
+        if not is_complete:
+            return f"{file.name} is damaged or incomplete"
+    vocabularies = {"tokenizer.json", "vocab.json", "vocab.txt", "merges.txt"}
+    names = sorted(file.name for file in folder.glob("*") if file.name in vocabularies or file.suffix == ".model")
+    if not names:
+        return "it has no file with a vocabulary, such as tokenizer.json or spiece.model"
+    return f"no tokenizer can be made of {' and '.join(names)}: damaged, of another class, or a file is missing"
 
 
 def _read_folder(folder: Path, tokenizer_class: type, config: dict[str, object]) -> PreTrainedTokenizerBase:
@@ -95,7 +118,7 @@ def _read_folder(folder: Path, tokenizer_class: type, config: dict[str, object])
     files = {key: str(folder / file) for key, file in names.items() if (folder / file).is_file()}
     kept = {key: value for key, value in config.items() if key in _OPTIONS.split() or key.endswith("_token")}
     if any(type(value) is int and value > MAX_NUMBER for key, value in kept.items() if key != "model_max_length"):
-        raise ValueError("a number in its tokenizer_config.json is too large")
+        raise FolderError("a number in its tokenizer_config.json is too large")
     return tokenizer_class._from_pretrained(files, str(folder), kept, _is_local=True, local_files_only=True)  # noqa: SLF001
 
 
@@ -110,7 +133,7 @@ def _find_class(config: Path) -> type:
 def _guess_config(folder: Path) -> dict[str, str | bool | None]:
     """Return what a missing tokenizer_config.json would state, as far as the other files of a folder tell.
 
-    :raises ValueError: if they do not tell the class
+    :raises FolderError: if they do not tell the class
     """
     files = {path.name: path for path in folder.glob("*")}
     if "tokenizer.json" in files and "config.json" not in files:
@@ -131,7 +154,7 @@ def _guess_config(folder: Path) -> dict[str, str | bool | None]:
         return {"tokenizer_class": "AlbertTokenizer"}
     if any(name.endswith(".model") for name in files):
         example = '{"tokenizer_class": "T5Tokenizer"}, "LlamaTokenizer" or "XLMRobertaTokenizer"'
-        raise ValueError(f"its class is not known: write it into a file tokenizer_config.json, such as {example}")
+        raise FolderError(f"its class is not known: write it into a file tokenizer_config.json, such as {example}")
     return {}
 
 

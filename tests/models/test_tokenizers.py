@@ -126,6 +126,31 @@ def test_pointer_is_named(name, config, tmp_path):
     assert "\n" not in str(error.value)
 
 
+WHOLE = '{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}'
+DAMAGED = {
+    "tokenizer.json is damaged or incomplete": {"tokenizer.json": WHOLE[:40]},
+    "tokenizer_config.json is damaged or incomplete": {"tokenizer.json": WHOLE, "tokenizer_config.json": "[]"},
+    "no tokenizer can be made of tokenizer.json": {"tokenizer.json": '{"a": 1}'},
+    "no tokenizer can be made of vocab.json": {
+        "vocab.json": "{}", "tokenizer_config.json": '{"tokenizer_class": "GPT2Tokenizer"}',
+    },
+    "no file with a vocabulary": {"notes.txt": "milk"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("use_hub", [False, True])
+@pytest.mark.parametrize("fault", DAMAGED)
+def test_damaged_file_is_named_in_plain_words(fault, use_hub, tmp_path):
+    """'Unterminated string starting at: line 4106 column 9' named no file."""
+    for name, content in DAMAGED[fault].items():
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    with pytest.raises(UserError) as error:
+        load_tokenizer(str(tmp_path), remedy="pass another", use_hub=use_hub)
+    start, _, rest = str(error.value).partition(fault)
+    assert start.endswith("(") or "it has" in start
+    assert rest.endswith("; pass another") and not any(c in rest for c in "`{\n")
+
+
 def test_empty_folder_is_one_line_with_the_reason(tmp_path):
     with pytest.raises(UserError, match="tokenizer") as error:
         load_tokenizer(str(tmp_path))
