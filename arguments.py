@@ -163,8 +163,9 @@ class LocalTrainingArguments(LocalOptions, group="Local training"):
         "Samples per micro-batch and device. Default: what fits the memory of the GPU, on a CPU 4, and for a local "
         "step of at most 1/32 of the target"
     )
-    gradient_accumulation_steps: int = described(
-        "Micro-batches per local step. The trainer reports its progress after each local step"
+    gradient_accumulation_steps: int | None = described(
+        "Micro-batches per local step. The trainer reports its progress after each local step. Default: 2, or what "
+        "leaves a local step of at most 1/32 of the target"
     )
     fp16: bool = described("Mixed precision with float16 (GPU only)")
     bf16: bool = described("Mixed precision with bfloat16")

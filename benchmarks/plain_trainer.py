@@ -25,7 +25,7 @@ from arguments import TRAINER_ARGUMENTS
 from cotrain.common.argument_parser import parse_arguments
 from cotrain.common.errors import run_script
 from cotrain.monitoring.evaluation import Evaluator
-from cotrain.options import NOTHING
+from cotrain.options import DEFAULT_ACCUMULATION, NOTHING
 from cotrain.tasks.task_loading import build_initial_model, load_samples, load_task
 from cotrain.training.builders import build_local_optimizer, build_param_groups, build_scheduler
 from cotrain.training.hf_trainer import build_training_arguments, choose_devices
@@ -62,7 +62,11 @@ def main() -> None:
     optimizer = build_local_optimizer(build_param_groups(model, training_args.weight_decay), training_args)
     accumulation = collaboration_args.target_batch_size // training_args.batch_size_per_step(num_devices)
     args = build_training_arguments(
-        replace(training_args, gradient_accumulation_steps=accumulation * training_args.gradient_accumulation_steps),
+        replace(
+            training_args,
+            gradient_accumulation_steps=accumulation
+            * (training_args.gradient_accumulation_steps or DEFAULT_ACCUMULATION),
+        ),
         peer_id="plain",
     )
     args.max_grad_norm = training_args.max_grad_norm

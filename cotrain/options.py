@@ -23,6 +23,7 @@ from cotrain.settings import Compression, Hyperparameters, ModelSettings, RunSet
 # Of prepared data. The second is for WikiText and ALBERT, as in hivemind's example; older versions used it for all.
 DATASET_FOLDERS = ("data/tokenized", "data/albert_tokenized_wikitext")
 DEFAULT_BATCH_SIZE = 4  # of a micro-batch on a CPU
+DEFAULT_ACCUMULATION = 2  # micro-batches of a local step
 
 
 @dataclass
@@ -185,7 +186,7 @@ class LocalOptions(Hyperparameters):
     """How this peer computes gradients."""
 
     per_device_train_batch_size: int | None = None
-    gradient_accumulation_steps: int = 2
+    gradient_accumulation_steps: int | None = None
     fp16: bool = False
     bf16: bool = False
     fp32: bool = False
@@ -211,7 +212,7 @@ class LocalOptions(Hyperparameters):
         return (
             (self.per_device_train_batch_size or DEFAULT_BATCH_SIZE)
             * max(1, num_devices)
-            * self.gradient_accumulation_steps
+            * (self.gradient_accumulation_steps or DEFAULT_ACCUMULATION)
         )
 
 

@@ -12,7 +12,7 @@ from cotrain.data.manifest import Manifest
 from cotrain.models.device import enable_gradient_checkpointing
 from cotrain.models.memory import base_bytes, micro_batch_bytes
 from cotrain.models.model import build_without_weights
-from cotrain.options import DEFAULT_BATCH_SIZE, LocalOptions, TrainerOptions
+from cotrain.options import DEFAULT_ACCUMULATION, DEFAULT_BATCH_SIZE, LocalOptions, TrainerOptions
 from cotrain.tasks.task_loading import load_task
 from cotrain.training.hf_trainer import autocast_dtype
 
@@ -73,23 +73,25 @@ def plan(args: TrainerOptions, batch_size: int | None = None) -> Needs:
     shown = "?" if peak is None else f"{peak / 1e9:.1f}"
     text = f": {frozen / 1e9:.1f} for the base, {shown} for {batch_size} x {length:,} tokens"
     text += f", the rest for {trained / 1e6:,.1f} million trained parameters"
-    accumulates = training.gradient_accumulation_steps > 1
+    accumulates = training.gradient_accumulation_steps != 1
     return Needs(trained, max(peak or 0.0, 4.0 * trained), training.local_updates, accumulates, frozen, text)
 
 
 def set_batch_size(args: TrainerOptions, device: torch.device) -> None:
-    """Choose the samples of a local step unless a flag has: what fits the GPU, and not much beside the target.
+    """Choose the samples of a local step as far as no flag has: what fits the GPU, and not much beside the target.
 
     With local updates it is a step of the local optimizer, which need not be short.
     """
     training = args.training
+    stated = training.gradient_accumulation_steps
+    training.gradient_accumulation_steps = stated or DEFAULT_ACCUMULATION
     if training.per_device_train_batch_size is not None:
         return
     training.per_device_train_batch_size = size = _fit_batch_size(args, device)
     if not training.local_updates:
         most = max(1, args.collaboration.target_batch_size // STEPS_OF_TARGET)
-        training.per_device_train_batch_size = size = min(size, most)
-        training.gradient_accumulation_steps = min(training.gradient_accumulation_steps, most // size)
+        training.per_device_train_batch_size = size = max(1, min(size, most // (stated or 1)))
+        training.gradient_accumulation_steps = stated or min(DEFAULT_ACCUMULATION, most // size)
 
 
 def _fit_batch_size(args: TrainerOptions, device: torch.device) -> int:
@@ -110,7 +112,7 @@ def missing_copies(model: torch.nn.Module, args: LocalOptions) -> list[torch.Ten
     """Return tensors in place of what training keeps on the device beside model and gradients."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     number = (GPU_COPIES_OF_LOCAL_UPDATES if args.local_updates else GPU_COPIES) - 1
-    number += args.gradient_accumulation_steps > 1
+    number += args.gradient_accumulation_steps != 1
     return [torch.zeros_like(parameter, dtype=torch.float32) for parameter in trained for _ in range(number)]
 
 

@@ -354,6 +354,8 @@ def test_trainer_has_as_many_replicas_as_devices_were_chosen(tmp_path, monkeypat
     [
         (4096, {}, (4, 2)), (128, {}, (4, 1)), (32, {}, (1, 1)), (1, {}, (1, 1)),
         (32, {"per_device_train_batch_size": 3}, (3, 2)), (32, {"local_updates": True}, (4, 2)),
+        (128, {"gradient_accumulation_steps": 2}, (2, 2)), (32, {"gradient_accumulation_steps": 5}, (1, 5)),
+        (32, {"gradient_accumulation_steps": 5, "local_updates": True}, (4, 5)),
     ],
 )  # fmt: skip
 def test_local_steps_are_short_beside_the_step_unless_a_flag_says_otherwise(tmp_path, target, flags, expected):
