@@ -182,7 +182,7 @@ def build_training_arguments(args: LocalOptions, peer_id: str) -> TrainingArgume
     return TrainingArguments(
         **{name: getattr(args, name) for name in _HANDED_ON},
         max_steps=_ENDLESS,
-        max_grad_norm=0.0,  # clipped once per global step instead, see GradientAccumulator
+        max_grad_norm=0.0,  # the average is clipped instead, see StepThread._update
         fp16=dtype == torch.float16,
         bf16=dtype == torch.bfloat16,
         use_cpu=device.type == "cpu",

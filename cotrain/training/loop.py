@@ -123,7 +123,7 @@ class TrainingLoop:
             if parameter.grad is not None:
                 parameter.grad.div_(mean)
         # Accumulates the gradients. Once all peers together have target_batch_size samples, the optimizer averages
-        # the gradients and takes the global step. It clips this peer's mean gradient to --max_grad_norm then.
+        # the gradients and takes the global step, for which it clips their average to --max_grad_norm.
         self._scaler.step(session.optimizer)
         self._scaler.update()
         session.optimizer.zero_grad()

@@ -151,17 +151,15 @@ def read_found(response: dht_pb2.FindResponse) -> dict | None:
     async def find() -> dict | None:
         protocol = DHTProtocol.__new__(DHTProtocol)
         (protocol.record_validator,), _ = make_validators("run", KEY)
-        protocol.rpc_semaphore, protocol.node_info, protocol.wait_timeout = (
-            asyncio.Semaphore(),
-            dht_pb2.NodeInfo(),
-            1.0,
-        )
-        protocol.get_stub = lambda _peer: SimpleNamespace(rpc_find=AsyncMock(return_value=response))
+        protocol.rpc_semaphore, protocol.node_info = asyncio.Semaphore(), dht_pb2.NodeInfo()
+        protocol.wait_timeout = 1.0
         protocol.p2p, protocol.routing_table = SimpleNamespace(peer_id=PEER), RoutingTable(node_id_of(PEER), 20, 5)
         protocol.update_routing_table, protocol.call_ping = AsyncMock(), AsyncMock()
         return await protocol.call_find(PEER, [DHTID.generate("run_metrics")])
 
-    return asyncio.run(find())
+    stub = SimpleNamespace(rpc_find=AsyncMock(return_value=response), rpc_ping=None, rpc_store=None)
+    with patch("hivemind.dht.protocol.DHTProtocol.get_stub", lambda _protocol, _peer: stub):
+        return asyncio.run(find())
 
 
 @fuzz(80)
