@@ -164,7 +164,7 @@ def main() -> None:
     if not sys.stderr.isatty():
         os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # they write hundreds of lines into a log
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: an exception, which removes temporary files
-    from cotrain.data.archive import DATASET, TOKENIZER, write_archive
+    from cotrain.data.archive import DATASET, TOKENIZER, unpack_head, write_archive
     from cotrain.data.archive_folders import write_receipt
     from cotrain.preparation.saving import summarize
 
@@ -182,6 +182,7 @@ def main() -> None:
             write_receipt(folders[name], digest)
         print(f"Archive {args.archive}, SHA-256 {digest}")
         if Path(args.archive).stat().st_size > LARGE:
+            print(f"For monitors, --dataset_head_sha256 {unpack_head(Path(args.archive), {})}")
             print("Volunteers download all of it before they begin; --shard_size 256MB lets them begin with a part")
     print(f"Done in {time.perf_counter() - started:.0f} s")
 

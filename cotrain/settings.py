@@ -153,6 +153,9 @@ class ModelSettings(Flags, group="Model and data"):
     dataset_sha256: str | None = setting(
         None, "SHA-256 of the file at --dataset_url, without which an interrupted download starts again"
     )
+    dataset_head_sha256: str | None = setting(
+        None, "SHA-256 of the small files of that archive if it has more than 1 GB: a monitor then downloads no others"
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -164,11 +167,12 @@ class ModelSettings(Flags, group="Model and data"):
         if self.dataset_url is not None:
             self.dataset_url = to_web_address(self.dataset_url)
             check_web_address("--dataset_url", self.dataset_url)
-        if self.dataset_sha256 is not None:
-            require(self.dataset_url is not None, "--dataset_sha256 also needs --dataset_url")
-            self.dataset_sha256 = self.dataset_sha256.lower()
-            is_hex = re.fullmatch("[0-9a-f]{64}", self.dataset_sha256) is not None
-            require(is_hex, "--dataset_sha256 must be 64 hexadecimal digits, as tokenize_wikitext103.py prints them")
+        for name in ("dataset_sha256", "dataset_head_sha256"):
+            if (digest := getattr(self, name)) is not None:
+                require(self.dataset_url is not None, f"--{name} also needs --dataset_url")
+                is_hex = re.fullmatch("[0-9a-f]{64}", digest.lower()) is not None
+                require(is_hex, f"--{name} must be 64 hexadecimal digits, as tokenize_wikitext103.py prints them")
+                setattr(self, name, digest.lower())
 
 
 def to_web_address(url: str) -> str:

@@ -97,11 +97,21 @@ class _Entry(tarfile.TarInfo):
         return entry
 
 
-def unpack_archive(path: Path, folders: dict[str, Path], is_head: bool = False) -> None:
+def unpack_head(path: Path, folders: dict[str, Path]) -> str:
+    """Unpack the small files of a large archive; return the SHA-256 of all bytes before the others, uncompressed."""
+    missing, digest = unpack_archive(path, folders, is_head=True), hashlib.sha256()
+    with gzip.open(path) as content:
+        while block := content.read(min(missing, 2**20)):
+            digest.update(block)
+            missing -= len(block)
+    return digest.hexdigest()
+
+
+def unpack_archive(path: Path, folders: dict[str, Path], is_head: bool = False) -> int:
     """Unpack an archive made by `write_archive`; treat it as untrusted.
 
     :param folders: as for `write_archive`; entries that belong to none of them are not unpacked
-    :param is_head: stop before the first large file
+    :param is_head: stop before the first large file, and return where it begins
     :raises ArchiveError: if the archive is damaged, has other names, links or devices, or unpacks to too much
     :raises UserError: if the disk has not enough free space
     """
@@ -114,7 +124,7 @@ def unpack_archive(path: Path, folders: dict[str, Path], is_head: bool = False) 
         ):
             for number, entry in enumerate(archive):
                 if is_head and entry.name.endswith(_LARGE_FILES):
-                    return
+                    return entry.offset
                 # Check the size first: to reach the next entry, tarfile reads through the content of this one.
                 num_bytes += entry.size
                 if entry.size < 0 or entry.sparse is not None:
@@ -132,6 +142,7 @@ def unpack_archive(path: Path, folders: dict[str, Path], is_head: bool = False) 
                     check_space(folders[part], entry.size)
                     archive.extract(entry.replace(name=name, mode=0o644, deep=False), folders[part], filter="data")
             compressed.read(MIN_LIMIT)  # the padding; gzip's checksum follows it
+            return archive.offset
     except DAMAGE as error:
         raise ArchiveError(f"it is damaged or not a .tar.gz file ({type(error).__name__})") from None
 

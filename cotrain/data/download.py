@@ -2,7 +2,7 @@
 
 With --dataset_sha256, an interrupted transfer resumes where it stopped, also after the script was stopped
 or killed. The partial archive is kept under a hidden name beside the dataset until it is unpacked. Of a large archive,
-a monitor receives the head alone.
+a monitor receives the head alone if --dataset_head_sha256 is known.
 """
 
 import contextlib
@@ -24,7 +24,16 @@ from cotrain.common.atomic_files import check_target, make_parent, new_file, new
 from cotrain.common.errors import TemporaryError, UserError, first_line
 from cotrain.common.hosts import MAX_DOWNLOAD_BYTES, GuardedAdapter
 from cotrain.common.progress_bar import ProgressBar
-from cotrain.data.archive import DATASET, LARGE, TOKENIZER, ArchiveError, check_space, file_sha256, unpack_archive
+from cotrain.data.archive import (
+    DATASET,
+    LARGE,
+    TOKENIZER,
+    ArchiveError,
+    check_space,
+    file_sha256,
+    unpack_archive,
+    unpack_head,
+)
 from cotrain.data.archive_folders import (
     MARKS,
     RECEIPT,
@@ -106,7 +115,7 @@ def _fetch_alone(args: ModelOptions, adopted: Adopted, folder: Path, disable_tqd
     with acquired:
         claim_folders(args)
         if missing := _find_missing(args, has_weights):
-            is_head = args.dataset_sha256 is not None and not (
+            is_head = args.dataset_head_sha256 is not None and not (
                 DATASET in missing or (BASE_FOLDER in missing and has_weights)
             )
             _fetch(args, adopted, missing, folder.with_name(f".{folder.name}.download"), disable_tqdm, is_head)
@@ -199,7 +208,7 @@ class _Transfer:
     ):
         is_adopted = "dataset_url" in adopted.names
         self.path, self.disable_tqdm = path, disable_tqdm
-        self.url, self.expected = args.dataset_url, args.dataset_sha256
+        self.url, self.expected, self.expected_head = args.dataset_url, args.dataset_sha256, args.dataset_head_sha256
         self.limit = MAX_DOWNLOAD_BYTES if is_adopted else math.inf
         if shard is not None:
             self.url, self.expected = urljoin(self.url, shard.name), shard.sha256
@@ -218,8 +227,12 @@ class _Transfer:
 
         def look_for_head() -> None:
             with contextlib.suppress(ArchiveError):  # it ends too early, or an older version wrote it, without a head
-                unpack_archive(self.path, folders, is_head=True)
+                digest = unpack_head(self.path, folders)
                 check()
+                if digest != self.expected_head:
+                    self.path.unlink()
+                    what = f"the small files of {self.address} have SHA-256 {digest} instead of {self.expected_head}"
+                    raise UserError(f"--dataset_head_sha256: {what}; ask the organiser which is right")
                 raise HeadUnpacked
 
         self.look_for_head = look_for_head if is_head else None
@@ -227,8 +240,7 @@ class _Transfer:
             with self.session:
                 digest = self._download()
         except HeadUnpacked:
-            size = self.path.stat().st_size / 1e6
-            logger.info(f"The first {size:,.0f} MB have what is needed. Their SHA-256 is not known, so not compared")
+            logger.info(f"The first {self.path.stat().st_size / 1e6:,.0f} MB have what is needed")
             self.path.unlink()
             return self.expected or ""
         if self.expected is None:

@@ -82,6 +82,8 @@ OTHER = PEER.replace(".1/", ".2/")
          {"trusted_relays": [OTHER]}),
         ("run_trainer.py", f"--dataset_url https://x.org/a --dataset_sha256 {'AB' * 32}",
          {"dataset_sha256": "ab" * 32}),
+        ("run_trainer.py", f"--dataset_url https://x.org/a --dataset_head_sha256 {'AB' * 32}",
+         {"dataset_head_sha256": "ab" * 32}),
         ("run_trainer.py", "", {"end_time": math.inf}),
         ("run_trainer.py", "--ends_at 2100-01-02T12:30", {"end_time": 4102576200.0}),  # in UTC
         ("run_trainer.py", "--ends_at 2100-01-02T12:30+02:00", {"end_time": 4102569000.0}),

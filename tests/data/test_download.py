@@ -37,7 +37,7 @@ from cotrain.common.errors import UserError, describe
 from cotrain.common.hosts import GuardedAdapter, GuardedConnection
 from cotrain.data import archive, archive_folders
 from cotrain.data import download as fetch
-from cotrain.data.archive import DATASET, TOKENIZER, file_sha256, write_archive
+from cotrain.data.archive import DATASET, TOKENIZER, file_sha256, unpack_head, write_archive
 from cotrain.data.archive_folders import RECEIPT
 from cotrain.data.download import fetch_data
 from cotrain.data.loading import load_split
@@ -277,8 +277,8 @@ def large(host, folders, tmp_path_factory, monkeypatch) -> dict[str, Path]:
 
 
 def open_monitor(host: Host, **options) -> ModelArguments:
-    digest = file_sha256(host.archive)
-    return ModelArguments(dataset_url=host.url, dataset_sha256=digest, tokenizer_path="data/tokenizer", **options)
+    digests = {"dataset_sha256": file_sha256(host.archive), "dataset_head_sha256": unpack_head(host.archive, {})}
+    return ModelArguments(dataset_url=host.url, tokenizer_path="data/tokenizer", **digests, **options)
 
 
 @pytest.mark.parametrize("is_old", [False, True])
@@ -298,7 +298,7 @@ def test_a_monitor_reads_the_head_of_a_large_archive(tmp_path, host, large, monk
         fetch_data(args, NOTHING)
     assert host.requests == ["/data.tar.gz"]
     assert sum(received) > 3_000_000 if is_old else sum(received) < 500_000
-    assert ("not compared" in caplog.text) != is_old
+    assert ("have what is needed" in caplog.text) != is_old
     assert sorted(os.listdir("data")) == ["model", "tokenizer"]
     found = contents(tmp_path / "data/tokenizer")
     assert found.pop(RECEIPT).decode().split() == [args.dataset_sha256, host.url]
@@ -320,9 +320,25 @@ def test_the_head_is_not_enough_without_a_digest_or_for_weights(tmp_path, host, 
     monkeypatch.chdir(tmp_path)
     caplog.set_level(logging.INFO)
     args = open_monitor(host, model_name_or_path=BASE_FOLDER, lora_rank=4)
-    args.dataset_sha256 = args.dataset_sha256 if lacks == "weights" else None
+    args.dataset_head_sha256 = args.dataset_head_sha256 if lacks == "weights" else None
     fetch_data(args, NOTHING, has_weights=lacks == "weights")
-    assert (tmp_path / "data/model/model.safetensors").exists() and "not compared" not in caplog.text
+    assert (tmp_path / "data/model/model.safetensors").exists() and "have what is needed" not in caplog.text
+
+
+@pytest.mark.parametrize("is_stated", [True, False])
+def test_the_host_of_a_large_archive_gives_a_monitor_no_other_tokenizer(tmp_path, host, large, monkeypatch, is_stated):
+    """The head was taken without a comparison, for want of its SHA-256."""
+    monkeypatch.chdir(tmp_path)
+    args = open_monitor(host, model_name_or_path=BASE_FOLDER, lora_rank=4)
+    args.dataset_head_sha256 = args.dataset_head_sha256 if is_stated else None
+    other = Path(shutil.copytree(large[TOKENIZER], tmp_path / "other"))
+    (other / "chat_template.jinja").write_text("of the host", encoding="utf-8")
+    write_archive(host.archive, {**large, TOKENIZER: other})
+    with pytest.raises(
+        UserError, match=r"SHA-256 \w{64} instead of \w{64}; ask the organiser which is right"
+    ) as error:
+        fetch_data(args, NOTHING)
+    assert str(error.value).isprintable() and os.listdir(tmp_path / "data") == [".tokenizer.lock"]
 
 
 def test_a_large_archive_whose_head_is_damaged_is_refused(tmp_path, host, large, monkeypatch):
