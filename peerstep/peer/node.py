@@ -37,6 +37,7 @@ NUM_ASKED = 10  # nodes near a key that a read asks: more than store it, because
 NUM_REPLICAS, MEMBER_REPLICAS = 3, 2  # nodes and members of the last rounds near a key that store a record
 NUM_MET = 4  # unknown nodes in an answer that are called: a stranger may name any number that do not exist
 PATIENCE = 1.0  # seconds that a read waits after half of the nodes have answered, and twice as long as these took
+LATE_SECONDS = 300.0  # for which reads do not wait for a node that was late: it costs them 0.3 % of the time
 MAX_ANSWER_BYTES = 3.5 * 2**20  # of several keys; a message has at most 4 MiB
 START_SECONDS = 4.0  # a daemon that starts looks for its public address after 0.25, 0.75, 1.75 and 3.75 s
 MAX_NAMES = 40  # nodes that an answer names for a key; a node names 20
@@ -259,17 +260,20 @@ class RunNode(dht_node.DHTNode):
     hivemind searches the nodes nearest to a key, and each that it asks may lead it astray. Here a record is stored at
     its author's node, at the initial peers, and at the nearest of the nodes in the table and of the members of the
     last rounds. A read asks the initial peers, all of these members and more of the nearest nodes, and merges the
-    signed records: a node that hides records, or takes none, hides nothing.
+    signed records: a node that hides records, or takes none, hides nothing. One that answers late delays a read in
+    LATE_SECONDS; its answers count in the next one.
     """
 
     p2p: P2P
     initial_peers: set[PeerID]
     members: Collection[PeerID] = ()  # of the last rounds
+    late_until: dict[PeerID, float]
 
     @classmethod
     async def create(cls, *args, initial_peers: Sequence[Multiaddr | str] | None = None, **kwargs) -> "RunNode":
         node: Any = await super().create(*args, initial_peers=initial_peers, **kwargs)
         node.initial_peers = {PeerID.from_base58(Multiaddr(maddr)["p2p"]) for maddr in initial_peers or ()}
+        node.late_until = dict[PeerID, float]()  # nodes that reads do not wait for, and until when (`time.monotonic`)
         node.num_replicas = math.inf  # nodes that have stored a record, after which hivemind leaves out the others
         return node
 
@@ -309,12 +313,31 @@ class RunNode(dht_node.DHTNode):
 
         async def ask(peer_id: PeerID, keys: list[DHTID]) -> None:
             for key, (value, _) in (await protocol.call_find(peer_id, keys) or {}).items():
-                searches[key].add_candidate(value, None)
+                if not searches[key].finished:
+                    searches[key].add_candidate(value, None)
+                elif value is not None and isinstance(value.value, DictionaryDHTValue):  # late: for the next read
+                    for subkey, record in value.value.items():  # pyright: ignore[reportAttributeAccessIssue]
+                        protocol.storage.store_subkey(key, subkey, *record)
 
-        await _wait_for_most([asyncio.create_task(ask(*each)) for each in asked.items()])
+        await self._wait_for_most({asyncio.create_task(ask(*each)): each[0] for each in asked.items()})
         for search in searches.values():
             search.finish_search()
         return {key: search.future.result() for key, search in searches.items()}
+
+    async def _wait_for_most(self, calls: dict[asyncio.Task, PeerID]) -> None:
+        """Wait for half of the nodes that are not known as late, and for the others as long as PATIENCE says.
+
+        If all are late, this peer's own line may be slow.
+        """
+        started = now = time.monotonic()
+        self.late_until = {peer_id: until for peer_id, until in self.late_until.items() if until > now}
+        pending = {call for call, peer_id in calls.items() if peer_id not in self.late_until} or set(calls)
+        number = len(pending)
+        while len(pending) > number / 2:
+            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        if pending:
+            _, pending = await asyncio.wait(pending, timeout=PATIENCE + 2 * (time.monotonic() - started))
+        self.late_until.update((calls[call], now + LATE_SECONDS) for call in pending)
 
     async def store(self, key: str, *args, subkey: object, **kwargs) -> bool:
         key = f"{key}.{bucket_of(subkey)}" if key.endswith(PROGRESS) else key
@@ -327,15 +350,6 @@ class RunNode(dht_node.DHTNode):
             return await super().get(key, **kwargs)
         records = await read_reports(self, key)
         return ValueWithExpiration(records, math.inf) if records else None
-
-
-async def _wait_for_most(calls: Collection[asyncio.Task]) -> None:
-    """Wait for half of the calls, and for the others as long as PATIENCE says: a node may answer slowly."""
-    started, pending = time.monotonic(), set(calls)
-    while len(pending) > len(calls) / 2:
-        _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-    if pending:
-        await asyncio.wait(pending, timeout=PATIENCE + 2 * (time.monotonic() - started))
 
 
 class SafeDHT(DHT):

@@ -12,7 +12,7 @@ from hivemind.proto import dht_pb2
 from peerstep.peer import node as own_node
 from peerstep.peer.clock import run_time
 from peerstep.peer.node import node_id_of
-from tests.support.dht_nodes import Nodes, invent_peers, make_hostile, report_keys
+from tests.support.dht_nodes import KEY, Nodes, invent_peers, make_hostile, report, report_keys
 
 
 def own_ids_next_to(protocol, key: DHTID) -> list[tuple[DHTID, PeerID]]:
@@ -74,6 +74,39 @@ async def test_node_is_where_its_key_places_it():
         assert table.uid_to_peer_id == before and table.get(node_id=target.node_id) == target.peer_id
         assert hostile.num_stored == num_stored, "records were sent to a place that it has chosen"
         assert await nodes.read_all() == [[1, 1]] * 2
+
+
+def test_late_node_delays_one_read_and_its_answer_counts_in_the_next(clock):
+    """It cost each read a second, and steps of 4.8 s took 6.0."""
+
+    class DHTProtocol(own_node.DHTProtocol):  # of an honest node on a bad line
+        async def rpc_find(self, *args) -> dht_pb2.FindResponse:
+            response = await super().rpc_find(*args)
+            await asyncio.sleep(1.7)
+            return response
+
+    async def read_often() -> None:
+        async with Nodes(is_local=True) as nodes:
+            for protocol in (*[own_node.DHTProtocol] * 4, DHTProtocol, make_hostile(nobody, 2.5)):
+                await nodes.add(protocol)
+            late, seconds = nodes.honest.pop(), 0.0
+            for step in range(1, 21):
+                await nodes.publish(step)
+                await asyncio.sleep(1.0)
+                began = clock.now
+                assert await nodes.read_all() == [[step] * 4] * 4
+                seconds += clock.now - began
+            assert seconds < 2.0, "20 reads of four peers at once"
+            nodes.honest.append(late)
+            await late[0].store(KEY, report(30), run_time() + 60.0, subkey=late[1])
+            for node, _ in nodes.honest[:4]:
+                node.protocol.storage.clear()  # none but the late node has its record
+            reader = nodes.honest[1][0]
+            assert 30 not in await nodes.read(reader)
+            await asyncio.sleep(2.0)
+            assert 30 in await nodes.read(reader)
+
+    asyncio.run(read_often())
 
 
 async def test_record_in_the_caches_of_others_hides_none():
