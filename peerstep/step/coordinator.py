@@ -45,9 +45,9 @@ class RoundCoordinator:
     rounds: RoundClient
     membership: Membership
     options: Options
-    stopped: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self):
+        self.stopped = threading.Event()
         self._control: RoundControl | None = None
         self._step: int | None = None  # step of the running round
         self._num_attempts, self._error = 0, ""  # of that round, see RoundResult
