@@ -131,13 +131,18 @@ class Joining:
         return True
 
     def _ignore_unbacked_claim(self, other: PeerProgress) -> bool:
-        """Record a claim of a step without an offer, and ignore such claims after MAX_FAILED_LOADS. Return False."""
+        """Record a claim of a step without an offer, and ignore such claims after MAX_FAILED_LOADS. Return False.
+
+        At once if this peer's side is larger: only at its beginning does a claim of fewer stop it.
+        """
         self._failed_loads += 1
-        if self._failed_loads < MAX_FAILED_LOADS:
+        view = self.tracker.view()
+        claims = [progress for progress in view.live if abs(progress.epoch - other.epoch) <= 1]
+        if self._failed_loads < MAX_FAILED_LOADS and len(claims) > len(view.side):
             self._stopped.wait(1.0)
             self.tracker.refresh()
             return False
         self._failed_loads = 0
-        number = self.tracker.ignore(p for p in self.tracker.view().live if abs(p.epoch - other.epoch) <= 1)
+        number = self.tracker.ignore(claims)
         logger.warning(f"Ignoring the peers that claim step #{other.epoch} ({number}): nobody offers a state of it")
         return False

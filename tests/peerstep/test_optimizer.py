@@ -513,7 +513,9 @@ def test_only_a_state_of_another_step_is_downloaded(completed, least, monkeypatc
     assert queries[0]["min_step"] == least
 
 
-def test_claim_of_a_step_that_nobody_offers_costs_no_gradients(monkeypatch):
+@pytest.mark.parametrize(("others", "loads"), [(0, 3), (2, 1)])
+def test_claim_of_a_step_that_nobody_offers_costs_no_gradients(monkeypatch, others, loads):
+    """Two keys that claimed later steps at the beginning of a run held up four trainers for three downloads each."""
     optimizer = build()
     compute(optimizer, 0.2)
     optimizer.state_averager.local_epoch = 5
@@ -522,11 +524,12 @@ def test_claim_of_a_step_that_nobody_offers_costs_no_gradients(monkeypatch):
     monkeypatch.setattr(optimizer.tracker, "refresh", bool)
     monkeypatch.setattr(optimizer.coordinator.stopped, "wait", bool)
     monkeypatch.setattr(optimizer.state_averager, "download_state", lambda *_, **_options: None)
-    monkeypatch.setattr(View, "live", [other, replace(other, epoch=6)])
+    own_side = [replace(optimizer.tracker.local_progress, peer_id=bytes([number])) for number in range(others)]
+    monkeypatch.setattr(View, "live", [other, replace(other, epoch=6), *own_side])
     ignored = []
     monkeypatch.setattr(optimizer.tracker, "ignore", lambda silent: ignored.append(list(silent)) or 1)
     assert optimizer.steps.needs_state(optimizer.tracker.view())
-    assert not any(optimizer.load_state_from_peers() for _ in range(3))
+    assert not any(optimizer.load_state_from_peers() for _ in range(loads))
     assert ignored == [[other]] and optimizer.accumulator.num_samples == 4
 
 
