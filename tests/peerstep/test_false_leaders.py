@@ -45,7 +45,7 @@ def measure(scenario: Scenario, honest: list[Peer]) -> tuple[float, float]:
 
 @functools.cache
 def distance_without(seconds: float) -> float:
-    with Scenario(7, factor=40.0, target_batch_size=80) as scenario:
+    with Scenario(7, target_batch_size=80) as scenario:
         honest, _ = train(scenario, None, 0, seconds)
         assert not any("leads no round" in line for peer in honest for line in peer.log), scenario.describe()
         return measure(scenario, honest)[0]
@@ -53,7 +53,7 @@ def distance_without(seconds: float) -> float:
 
 def check(kind: str, number: int, seconds: float, least: float = 0.9) -> None:
     distance_without(seconds)  # in a scenario of its own
-    with Scenario(7, factor=40.0, target_batch_size=80) as scenario:
+    with Scenario(7, target_batch_size=80) as scenario:
         honest, leaders = train(scenario, kind, number, seconds)
         distance, applied = measure(scenario, honest)
         log = [line for peer in honest for line in peer.log if " W " in line and "leads no round" in line]

@@ -123,7 +123,7 @@ def train(kind: str | None, number: int, seconds: float, batch: int = 80) -> tup
 
     :param batch: samples of a global step; 80 take five seconds
     """
-    with RunWithNodes(7, factor=40.0, target_batch_size=batch) as run:
+    with RunWithNodes(7, target_batch_size=batch) as run:
         honest = [run.add(speed=speed, uplink=uplink, client=client) for speed, uplink, client in UNLIKE]
         liars = [run.add(speed=0.9) for _ in range(0 if kind == HIDDEN else number)]
         for liar in liars:

@@ -109,7 +109,7 @@ def test_unequal_peers_take_the_steps_of_one_process(flags, monkeypatch):
     A newcomer's first local updates are small, and would bound those of the others.
     """
     monkeypatch.setattr(relative_bounds, "LOOSE_RATIO", 1e9)
-    with Scenario(31, factor=25.0, target_batch_size=200, **FLAGS, **flags) as scenario:
+    with Scenario(31, grain=0.05, target_batch_size=200, **FLAGS, **flags) as scenario:
         thin, client, leaving = (
             scenario.add(speed=0.5, uplink=3000.0, clock=600.0), scenario.add(client=True, clock=-5.0),
             scenario.add(speed=1.7),
@@ -129,7 +129,7 @@ def test_unequal_peers_take_the_steps_of_one_process(flags, monkeypatch):
 
 
 def test_peer_that_misses_a_round_gives_its_samples_to_the_next():
-    with Scenario(32, factor=25.0, target_batch_size=200, **FLAGS) as scenario:
+    with Scenario(32, grain=0.05, target_batch_size=200, **FLAGS) as scenario:
         late, *others = (scenario.add(speed=speed) for speed in (0.8, 1.0, 1.2))
         scenario.reach(2)
         with late.optimizer.frozen_state():
@@ -141,7 +141,7 @@ def test_peer_that_misses_a_round_gives_its_samples_to_the_next():
 
 
 def test_peer_that_sends_nan_changes_nothing_and_is_banned():
-    with Scenario(33, factor=25.0, target_batch_size=200, **FLAGS) as scenario:
+    with Scenario(33, grain=0.05, target_batch_size=200, **FLAGS) as scenario:
         bad, *honest = scenario.add(client=True), scenario.add(speed=0.8), scenario.add(speed=1.2)
         accumulator = bad.optimizer.accumulator
         load = accumulator.load

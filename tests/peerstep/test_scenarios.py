@@ -37,7 +37,7 @@ def took_steps_with(peers: Collection[Peer], number: int, since: int) -> bool:
 def test_small_groups_do_not_refuse_each_others_parameters():
     """With local updates they move far between two rounds with parameters, each group by its own average."""
     settings = {"target_group_size": 2, "average_state_every": 8, "local_updates": True}
-    with Scenario(4, factor=80.0, target_batch_size=96, **settings) as scenario:
+    with Scenario(4, grain=0.16, target_batch_size=96, **settings) as scenario:
         peers = [scenario.add(speed=0.7 + 0.1 * number) for number in range(6)]
         scenario.reach(17, seconds=900.0)
         assert not [line for peer in peers for line in peer.log if "kept this peer's" in line or "are far" in line]
@@ -155,7 +155,7 @@ def test_trainer_that_nobody_reached_for_a_long_time_returns():
 def test_trainer_that_was_late_for_short_rounds_is_in_time_again(seed, monkeypatch):
     """Nobody waits for who has missed two rounds, and a step takes less time than to see that a round is over."""
     monkeypatch.setattr(simulated_network, "DHT_SECONDS", 0.4)
-    with Scenario(seed, factor=10.0, target_batch_size=24, matchmaking_time=4.0) as scenario:
+    with Scenario(seed, grain=0.02, target_batch_size=24, matchmaking_time=4.0) as scenario:
         _, _, late = (scenario.add(speed=speed, uplink=5000.0) for speed in (3.0, 3.5, 2.0))
         scenario.reach(4)
         late.freeze()
@@ -182,7 +182,7 @@ def test_trainer_that_slept_for_many_short_steps_downloads_the_state(monkeypatch
 
 def test_clock_that_jumps_back_again_and_again_costs_no_round():
     """As in WSL. The run's clock is set again ten seconds later; until then nodes refused the records of this peer."""
-    with Scenario(3, factor=15.0, target_batch_size=24) as scenario:
+    with Scenario(3, grain=0.03, target_batch_size=24) as scenario:
         peers = [scenario.add(speed=speed, uplink=9000.0 * speed) for speed in (1.0, 0.7, 0.4)]
         scenario.reach(3)
         since = min(peer.step for peer in peers)
@@ -235,7 +235,7 @@ def test_of_two_trainers_that_do_not_reach_each_other_one_goes_on():
 @pytest.mark.parametrize("seed", [2, 12])
 def test_two_clients_and_their_public_trainer_average_again_once_they_reach_it(fault, seed):
     """Friends at home: the router of the one with a public address restarts. The smallest peer ID is a client's."""
-    with Scenario(seed, factor=60.0, target_batch_size=100, averaging_timeout=15.0) as scenario:
+    with Scenario(seed, grain=0.12, target_batch_size=100, averaging_timeout=15.0) as scenario:
         trainers = public, *clients = [scenario.add(speed=speed, client=speed != 1) for speed in (1, 0.7, 1.2)]
         assert min(trainers, key=lambda peer: peer.peer_id.to_bytes()) in clients
         scenario.reach(4)
@@ -357,7 +357,7 @@ def test_newcomer_whose_download_takes_six_steps_becomes_equal():
 
 @pytest.mark.parametrize("number", [16, pytest.param(64, marks=pytest.mark.long)])
 def test_newcomer_among_many_is_equal_at_once(number):
-    with Scenario(9, target_batch_size=40 * number, factor=20.0) as scenario:
+    with Scenario(9, target_batch_size=40 * number, grain=0.04) as scenario:
         others = [scenario.add(speed=0.5 + index % 16 / 15, client=index % 2 == 1) for index in range(number - 1)]
         scenario.reach(3)
         assert took_steps_with(others, number - 1, since=1), scenario.describe()
@@ -405,7 +405,7 @@ def test_trainer_that_slept_receives_the_parameters_before_the_next_round_that_a
 def test_weak_downlink_that_lacks_parameters_each_time_does_not_fall_behind():
     # It takes part in every second step: with 2 instead of 8, it may be in those rounds only that average parameters,
     # where nobody gives it those that it lacks, and it receives a third of them at a time.
-    with Scenario(12, 25.0, target_batch_size=160, average_state_every=8, averaging_timeout=20.0) as scenario:
+    with Scenario(12, grain=0.05, target_batch_size=160, average_state_every=8, averaging_timeout=20.0) as scenario:
         weak, others = scenario.add(uplink=60.0, downlink=60.0), add_trainers(scenario, 3)
         scenario.reach(12, *others)
         assert scenario.have_one_history(*others) and not any(peer.downloads for peer in others)

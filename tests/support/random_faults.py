@@ -1,7 +1,7 @@
 """Runs with random faults over the simulated network: unlike trainers, some minutes of faults, then peace.
 
-A seed gives the plan: trainers, settings, faults, IDs and noise. Threads of the machine may interleave otherwise, so a
-seed may end otherwise, too. The clock waits for threads that lag behind it.
+A seed gives the plan: trainers, settings, faults, IDs and noise. Threads that are due at the same time may interleave
+otherwise, so a seed may end otherwise, too.
 """
 
 import asyncio
@@ -11,7 +11,6 @@ import logging
 import math
 import random
 import threading
-import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Collection
@@ -30,7 +29,7 @@ from peerstep.reports.records import signer_of
 from peerstep.rounds import allreduce, reducer, uplink
 from tests.support.scenario import BATCH, Monitor, Peer, Scenario, State
 from tests.support.simulated_network import DHT_SECONDS, DIAL_SECONDS
-from tests.support.simulated_time import EPOCH, TICK, SimulatedTime, owner
+from tests.support.simulated_time import EPOCH, owner
 
 KINDS = ["freeze"] * 4 + ["kill"] * 3 + ["join"] * 2 + ["leave"] + ["cut"] * 3 + ["partition"] * 2 + ["thin"] * 2
 KINDS += ["oneway"] * 2 + ["dht_slow"] * 2 + ["dht_fail"] * 2 + ["nan"] * 2 + ["long"] * 2
@@ -141,25 +140,6 @@ def _draw_fault(kind: str, rng: random.Random) -> dict:
     return {}
 
 
-class WaitingTime(SimulatedTime):
-    """A clock that slows down while threads lag behind it, as on a busy machine."""
-
-    lag = max_lag = 0.0  # seconds
-
-    def sleep(self, seconds: float) -> None:
-        until = self._now + seconds
-        super().sleep(seconds)
-        if not getattr(owner.get(), "was_frozen", False):
-            over = self._now - until - TICK * self.factor
-            self.lag, self.max_lag = max(over, 0.8 * self.lag), max(self.max_lag, over)
-
-    def wake(self, until: float = math.inf) -> None:
-        if self.lag > 0.25:
-            time.sleep(0.004)
-            self.lag *= 0.8
-        super().wake(until)
-
-
 class _ClockError:
     """Stands for the measured error of this machine's clock: that of each peer, and what its measurement errs by."""
 
@@ -183,7 +163,7 @@ class FaultyPeer(Peer):
         self.pending: list[int] = []  # local steps that are accumulated, and those of the newest round
         self.in_round: list[int] = []
         self.checkpoint: State | None = None
-        self.has_left, self.was_frozen, self.dht_mode = False, False, None
+        self.has_left, self.dht_mode = False, None
         self.has_nan, self.extra_seconds = False, 0.0  # of the next local step
 
     def _train(self) -> None:
@@ -286,10 +266,8 @@ class FaultyPeer(Peer):
 class FaultyRun(Scenario):
     """A run with the faults of a plan. Use it as a context manager, and call `run`."""
 
-    def __init__(self, plan: Plan, factor: float = 80.0):
-        super().__init__(plan.seed, factor, **plan.settings)
-        self.time.loop.close()
-        self.time = WaitingTime(factor)
+    def __init__(self, plan: Plan, grain: float = 0.16):
+        super().__init__(plan.seed, grain, **plan.settings)
         self.plan, self._rng = plan, random.Random(plan.seed)
         self.errors: list[str] = []  # tracebacks, and what is logged as an error
         self.ended: list[FaultyPeer] = []  # peers that were killed
@@ -430,10 +408,8 @@ class FaultyRun(Scenario):
     def _freeze(self, peer: FaultyPeer, fault: dict) -> None:
         if peer.is_frozen:
             return
-        peer.was_frozen = True
         peer.freeze()
         self._after(fault["seconds"], peer.thaw)
-        self._after(fault["seconds"] + 3.0, lambda: setattr(peer, "was_frozen", peer.is_frozen))
 
     def _kill(self, peer: FaultyPeer, fault: dict) -> None:
         if not self._may_lose(peer):

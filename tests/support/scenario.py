@@ -6,7 +6,6 @@ Peers train on a quadratic loss with noise, so that different histories have dif
 import logging
 import math
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -196,12 +195,12 @@ class Scenario(Network):
     """Peers of one run. Use it as a context manager: peers and threads end with it.
 
     :param seed: of the peers' IDs, which decide who leads a step, and of their samples' noise
-    :param factor: see SimulatedTime
+    :param grain: see SimulatedTime
     :param flags: settings of the run, as options of a trainer
     """
 
-    def __init__(self, seed: int, factor: float = 40.0, **flags):
-        super().__init__(seed, factor)
+    def __init__(self, seed: int, grain: float = 0.08, **flags):
+        super().__init__(seed, grain)
         self.flags = {"target_batch_size": 160, **flags}
         generator = torch.Generator().manual_seed(seed)
         self.target, self.initial = (torch.randn(NUM_PARAMETERS, generator=generator) for _ in range(2))
@@ -269,7 +268,7 @@ class Scenario(Network):
         deadline = self.time.read() + seconds
         while not condition():
             assert self.time.read() < deadline, f"not within {seconds} seconds\n{self.describe()}"
-            time.sleep(0.005)
+            self.time.sleep(0.1)
 
     def describe(self) -> str:
         """Describe the peers, with their newest log records."""

@@ -226,11 +226,11 @@ class Network:
     """Nodes that reach each other, or not. Use it as a context manager: nodes and threads end with it.
 
     :param seed: of the nodes' IDs
-    :param factor: see SimulatedTime
+    :param grain: see SimulatedTime
     """
 
-    def __init__(self, seed: int, factor: float):
-        self.rng, self.time = random.Random(seed), SimulatedTime(factor)
+    def __init__(self, seed: int, grain: float):
+        self.rng, self.time = random.Random(seed), SimulatedTime(grain)
         self.nodes: list[Node] = []
         self.private_keys: dict[bytes, SimulatedKey] = {}  # by subkey
         self._sides: list[set[Node]] = []  # of a partition; nodes in none of them are another side

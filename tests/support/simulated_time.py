@@ -2,8 +2,8 @@
 
 All waits of peerstep last as long as in real life, in simulated seconds. No peer is late because a test is:
 
-- The clock of SimulatedTime ticks, for peers with threads. It ticks only after the event loop has done what was due.
-- LeapingClock is for coroutines without other threads. It stands while they work, and then leaps to what is due next.
+- SimulatedTime is for peers with threads. It stands while they or the event loop work, then leaps to what is due next.
+- LeapingClock is the same for coroutines without other threads.
 """
 
 import asyncio
@@ -17,13 +17,13 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.thread import _WorkItem
 from contextlib import suppress
 from functools import partial
 from types import ModuleType
 
 import pytest
 
-TICK = 0.002  # seconds of the machine between two ticks
 EPOCH = 1.8e9  # `time.time` at the start, in simulated time
 EXECUTOR = "Executor"  # name of the threads that work for all owners
 
@@ -31,22 +31,23 @@ owner: contextvars.ContextVar = contextvars.ContextVar("owner", default=None)  #
 
 
 class _Selector(selectors.DefaultSelector):
-    """Selector whose timeouts are simulated seconds."""
+    """Selector whose timeouts are simulated seconds: the time passes once no thread works."""
 
-    factor = 1.0
+    clock: "SimulatedTime"
 
     def select(self, timeout: float | None = None) -> list:
-        return super().select(None if timeout is None else timeout / self.factor)
+        is_quiet = timeout != 0 and self.clock.is_quiet  # the order matters: what worked has left a message before
+        if (events := super().select(0)) or timeout == 0 or (is_quiet and self.clock.leap(timeout)):
+            return events
+        return super().select(None)
 
 
 class _Loop(asyncio.SelectorEventLoop):
     """Event loop whose times are simulated seconds."""
 
     def __init__(self, clock: "SimulatedTime"):
-        selector = _Selector()
-        selector.factor = clock.factor
-        super().__init__(selector)
-        self.time = clock.read
+        super().__init__(selector := _Selector())
+        selector.clock, self.time = clock, clock.read
 
     def create_task(self, *args, **kwargs) -> asyncio.Task:
         """Let an owner that has `tasks` know each of its own, so that it can end them."""
@@ -136,38 +137,93 @@ class LeapingClock:
         patches.setattr(asyncio.events, "_event_loop_policy", policy)
 
 
+class _Lock(threading.Semaphore):
+    """Lock whose waiters rest, as those of a condition."""
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        return super().acquire(blocking, None if timeout < 0 else timeout)
+
+
+class _RLock(threading._PyRLock):
+    """The same, of a thread that may hold it already."""
+
+    def __init__(self):
+        super().__init__()
+        self._block = _Lock()
+
+
 class SimulatedTime:
     """Clock, event loop and waits of a simulation. The owner of a thread or a task is inherited by what it starts.
+
+    The clock stands while a thread works: it leaps once all threads wait and the event loop has nothing to do. Nothing
+    depends on how fast the machine is, or on what else it does.
 
     An owner has the attribute `clock`, the seconds by which its wall clock is wrong, and the method `check`. Each wait
     and each look at a clock in a thread calls it: it blocks while the owner is frozen, and raises SystemExit once the
     owner has ended.
 
-    :param factor: simulated seconds in a second of an idle machine
+    :param grain: threads wake at multiples of so many seconds. They look at something every 0.05 s or so, which is
+      most of the work; the times of the event loop are exact, or links would carry less
     """
 
-    def __init__(self, factor: float):
-        self.factor, self._now = factor, 0.0
-        self._stopped, self.threads = threading.Event(), []
-        # Times until which threads wait, with their conditions, and the lock of this heap
+    def __init__(self, grain: float):
+        self.grain, self._now = grain, 0.0
+        self._runs, self.threads = False, []
+        # Threads whose work the clock waits for, and those of them that do not wait themselves
+        self._counted, self._working = set(), set()
+        # Times until which threads wait, with their conditions, and the lock of this heap and of the sets
         self._waiters, self._numbers, self._lock = [], itertools.count(), threading.Lock()
         self._patches = pytest.MonkeyPatch()
         self.loop = _Loop(self)
         self.loop.set_default_executor(ThreadPoolExecutor(4, EXECUTOR))
         self._loop_thread = threading.Thread(target=self.loop.run_forever, name="Loop", daemon=True)
-        self._ticker = threading.Thread(target=self._tick, name="Ticker", daemon=True)
 
     def read(self) -> float:
         """Return the simulated seconds since the start."""
         return self._now
 
-    def _tick(self) -> None:
-        while not self._stopped.wait(TICK):
-            done = threading.Event()
-            self.loop.call_soon_threadsafe(done.set)
-            done.wait(1.0)
-            self._now += TICK * self.factor
-            self.wake(self._now)
+    # Who works
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the clock may leap if the event loop has nothing to do."""
+        return self._runs and not self._working
+
+    def count(self, work: object) -> None:
+        """Let the clock stand while something works, such as a thread, from now on until it rests or is dropped."""
+        with self._lock:
+            self._counted.add(work)
+            self._working.add(work)
+
+    def drop(self, work: object) -> None:
+        """Record that something has ended."""
+        self._counted.discard(work)
+        self.rest(work)
+
+    def rest(self, work: object) -> None:
+        """Record that a thread waits for others, or for a time."""
+        with self._lock:
+            self._working.discard(work)
+            is_quiet = self.is_quiet
+        if is_quiet:
+            self.loop._write_to_self()
+
+    def resume(self, work: object) -> None:
+        """Record that a thread is about to continue. Who wakes it calls this."""
+        with self._lock:
+            if work in self._counted:
+                self._working.add(work)
+
+    def leap(self, seconds: float | None) -> bool:
+        """Let time pass until the next thread is due, at most so many seconds; False if nothing is ever due."""
+        with self._lock:
+            until = self._waiters[0][0] if self._waiters else math.inf
+        until = min(until, math.inf if seconds is None else self._now + seconds)
+        if math.isinf(until):
+            return False
+        self._now = until
+        self.wake(self._now)
+        return True
 
     def wake(self, until: float = math.inf) -> None:
         """Wake the threads that wait until this time or an earlier one."""
@@ -181,6 +237,9 @@ class SimulatedTime:
 
     def _wait(self, until: float, condition: threading.Condition, is_over: Callable[[], bool] = lambda: False) -> None:
         """Wait until a time, or until something is over, of which the condition is notified."""
+        if self._now < until < math.inf:
+            until = self.grain * math.ceil(until / self.grain)
+            until += self.grain * (until <= self._now)  # rounded; a thread may wait for 1e-12 s again and again
         while True:
             self._check()
             with condition:
@@ -217,46 +276,113 @@ class SimulatedTime:
 
         return Event
 
-    def _timer(self, interval: float, function: Callable[[], None]) -> threading.Timer:
-        return threading.Timer(interval / self.factor, function)
+    def _condition_class(simulation) -> type[threading.Condition]:
+        class Condition(threading.Condition):
+            """Condition whose waiters rest. Events, futures and locks of the simulation are made of it."""
+
+            def __init__(self, *args):
+                super().__init__(*args)
+                self._sleepers: list[threading.Thread] = []
+
+            def wait(self, timeout: float | None = None) -> bool:
+                self._sleepers.append(thread := threading.current_thread())
+                simulation.rest(thread)
+                try:
+                    return super().wait(timeout)
+                finally:
+                    simulation.resume(thread)
+                    with suppress(ValueError):  # after its timeout
+                        self._sleepers.remove(thread)
+
+            def notify(self, n: int = 1) -> None:
+                for thread in self._sleepers[:n]:
+                    simulation.resume(thread)
+                del self._sleepers[:n]
+                super().notify(n)
+
+        return Condition
+
+    def _join(self, thread: threading.Thread, timeout: float | None) -> None:
+        """Wait in simulated seconds for a thread that may wait itself."""
+        until = math.inf if timeout is None else self._now + timeout
+        while threading.current_thread() in self._counted and thread in self._counted and self._now < until:
+            self.sleep(0.1)
+
+    # Start and end
 
     def go(self) -> None:
         """Let the clock run from now on, if it stands."""
-        if self._ticker.ident is None:
-            self._ticker.start()
+        self._runs = True
+        self.loop._write_to_self()
 
     def start(self) -> None:
         """Let the averaging code, and the threads that it starts, use this clock, which stands at zero."""
+        self._patches.setattr(threading, "Condition", self._condition_class())
         names = {"monotonic": self.monotonic, "perf_counter": self.monotonic, "time": self.time, "sleep": self.sleep}
         replaced = {
             "time": _Module(time, **names),
-            "threading": _Module(threading, Event=self._event_class(), Timer=self._timer),
+            "threading": _Module(threading, Event=self._event_class(), Lock=_Lock, RLock=_RLock),
         }
         replace_modules(self._patches, replaced)
         self._loop_thread.start()
-        start = threading.Thread.start
+        self._count_threads()
+        self._count_executors()
+        self.count(threading.current_thread())
 
-        def start_with_owner(thread: threading.Thread) -> None:
-            if owner.get() is not None and not thread.name.startswith(EXECUTOR):
+    def _count_threads(self) -> None:
+        """Count the threads that start from now on, without executors' and hivemind's, which wait for pipes."""
+        start, join = threading.Thread.start, threading.Thread.join
+
+        def start_counted(thread: threading.Thread) -> None:
+            if not getattr(thread._target, "__module__", "").startswith(("concurrent.", "hivemind.")):
                 self.threads.append(thread)
-                thread.run = partial(self._run_with_owner, contextvars.copy_context(), thread.run)
+                self.count(thread)
+            is_owned = owner.get() is not None and not thread.name.startswith(EXECUTOR)
+            context = contextvars.copy_context() if is_owned else contextvars.Context()
+            thread.run = partial(self._run, context, thread.run)
             start(thread)
 
-        self._patches.setattr(threading.Thread, "start", start_with_owner)
+        def join_simulated(thread: threading.Thread, timeout: float | None = None) -> None:
+            self._join(thread, timeout)
+            join(thread, timeout)
 
-    @staticmethod
-    def _run_with_owner(context: contextvars.Context, run: Callable[[], None]) -> None:
-        with suppress(SystemExit):  # the owner has ended
-            context.run(run)
+        self._patches.setattr(threading.Thread, "start", start_counted)
+        self._patches.setattr(threading.Thread, "join", join_simulated)
+
+    def _count_executors(self) -> None:
+        """Count what executors do, from now on."""
+        init, run = _WorkItem.__init__, _WorkItem.run
+
+        def init_counted(item: _WorkItem, *args) -> None:
+            init(item, *args)
+            self.count(item)
+
+        def run_counted(item: _WorkItem) -> None:
+            self.count(thread := threading.current_thread())
+            self.drop(item)
+            try:
+                run(item)
+            finally:
+                self.drop(thread)
+
+        self._patches.setattr(_WorkItem, "__init__", init_counted)
+        self._patches.setattr(_WorkItem, "run", run_counted)
+
+    def _run(self, context: contextvars.Context, run: Callable[[], None]) -> None:
+        try:
+            with suppress(SystemExit):  # the owner has ended
+                context.run(run)
+        finally:
+            self.drop(threading.current_thread())
 
     def stop(self) -> None:
         """Stop the clock and the loop, once all owners have ended; their threads are joined."""
+        self.drop(threading.current_thread())
+        self.go()
         for thread in self.threads:
             thread.join(10.0)
         alive = [thread.name for thread in self.threads if thread.is_alive()]
-        self._stopped.set()
-        self.go()
-        self._ticker.join()
+        self._runs = False
         asyncio.run_coroutine_threadsafe(self._cancel_tasks(), self.loop).result()
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._loop_thread.join()
