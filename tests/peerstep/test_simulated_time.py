@@ -1,14 +1,16 @@
-"""The clock of simulations waits for work."""
+"""The clock of simulations: it waits for work, and links carry as much as they say."""
 
+import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 
 from peerstep.progress import tracker
-from tests.support.simulated_network import Network
+from tests.support.simulated_network import LATENCY, Network, Node
 
 WORK_SECONDS = 0.05  # of the machine, for which a thread works: 4 simulated seconds at 80 times the machine's speed
 
@@ -62,3 +64,18 @@ def test_short_waits_in_a_row_pass(network):
         event.wait(1e-15)
         count += 1
     assert count == 10
+
+
+def test_link_carries_small_parts_at_its_rate(network):
+    sender, receiver = (Node(network, rate, client=False, clock=0.0) for rate in (1600.0, 400.0))
+
+    async def parts() -> AsyncIterator:
+        for _ in range(20):
+            yield SimpleNamespace(tensor_part=SimpleNamespace(buffer=bytes(80)))
+
+    async def receive() -> float:
+        assert len([part async for part in network.carry(sender, receiver, parts())]) == 20
+        return network.time.read()
+
+    seconds = asyncio.run_coroutine_threadsafe(receive(), network.time.loop).result()
+    assert seconds == pytest.approx(20 * 80 / 1600.0 + LATENCY, abs=0.01)

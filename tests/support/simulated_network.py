@@ -319,21 +319,23 @@ class Network:
                 async with aclosing(messages):
                     async for message in messages:
                         await self._pass_links(sender, receiver, message)
-                        queue.put_nowait(message)
+                        queue.put_nowait((message, self.time.read() + LATENCY))
             except Exception as error:
                 end = P2PHandlerError(repr(error))
             finally:
                 if sender.ended:
                     end = P2PHandlerError("the stream was reset")
                 if not sender.vanished:
-                    queue.put_nowait(end)
+                    queue.put_nowait((end, 0.0))
 
         if (task := sender.create_task(pump())) is None:
             raise P2PHandlerError("the stream was reset")
         try:
-            while (message := await queue.get()) is not None:
+            while (found := await queue.get())[0] is not None:
+                message, arrives_at = found
                 if isinstance(message, Exception):
                     raise message
+                await asyncio.sleep(arrives_at - self.time.read())  # others are on their way meanwhile
                 yield message
         finally:
             task.cancel()
@@ -351,7 +353,6 @@ class Network:
                 peer.links_free_at[end] -= dropped
                 sender.bytes_to_send -= 0 if end else dropped * rate
                 raise
-        await asyncio.sleep(LATENCY)
         while not self.reaches(sender, receiver):
             await asyncio.sleep(0.5)
 
