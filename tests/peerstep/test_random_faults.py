@@ -1,7 +1,7 @@
 """Random faults over the simulated network: after them nobody is locked out, and there is one history.
 
-A full plan is 15 to 17 simulated minutes, which take 10 to 25 CPU seconds. RANDOM_FAULTS_FROM=2000 in the environment
-lets `make test-all` draw other seeds.
+A full plan is 15 to 17 simulated minutes, which take 5 to 30 CPU seconds and no waiting. RANDOM_FAULTS_FROM=2000
+in the environment lets `make test-all` draw other seeds.
 """
 
 import itertools
