@@ -169,12 +169,14 @@ class View:
     def estimate(self) -> tuple[int, float]:
         """The samples that are reported for the next step, and the estimated seconds until all of them are.
 
-        A peer counts for a few times as many as the others, as in the round, see relative_bounds.py.
+        A peer counts for a few times as many as the others, as in the round, see relative_bounds.py. Samples of this
+        peer do not count here while they do not at the others: it would look for their group long before them.
         """
         step, now, own = self.next_step, self.now, self.own
         reach = max(HEARTBEAT_SECONDS, SECONDS_PER_PEER * (1 + len(self.others)))
         reported, estimated, rates, stuck = {}, {}, {}, set()
-        for progress in [*self.contributing, own]:
+        own_counts = not (own.away and self.contributing)
+        for progress in [*self.contributing, own] if own_counts else self.contributing:
             # Other peers' samples are extrapolated for a heartbeat after the report, in large runs until the next
             # read: a killed peer computes no more.
             # This peer's samples are exact: a peer that is alone takes its step when it has all of them.

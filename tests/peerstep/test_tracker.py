@@ -481,6 +481,18 @@ def test_peers_that_lack_updates_or_are_away_make_no_step_due(clock):
     assert tracker.view().seconds_to_step == 0 and tracker.view().num_lacking == 0, "all lack the same"
 
 
+def test_trainer_that_is_away_sees_a_step_due_when_the_others_do(clock):
+    """It counted its own samples alone: its search was over before the others', and it was in no round for good."""
+    tracker = make_tracker()
+    tracker.set_away(True)
+    see(tracker, record(1, samples=80))
+    compute(tracker, 60)
+    assert tracker.view().estimate[0] == 80 and tracker.view().seconds_to_step > 0
+    clock.now += 60.0
+    see(tracker)  # nobody is there: it has to take its steps alone
+    assert tracker.view().estimate[0] == 60
+
+
 def test_one_claim_to_lack_nothing_leaves_the_others_counting(clock):
     """Three trainers have missed three rounds. One key that claimed 0 made the others count for nothing."""
     tracker = make_tracker()
