@@ -124,6 +124,12 @@ class CollaborationArguments(BaseTrainingArguments, CollaborationOptions, group=
         "Leave before this machine has sent and received so much in a calendar month, such as 50GB. Other programs "
         "count, too, while the trainer runs"
     )
+    only_between: str | None = described(
+        "Train between these two local times only, such as 22:00-07:00, and pause in the rest of the day"
+    )
+    pause_when_busy: bool = described(
+        "Pause while another program computes on the GPU, such as a game. For NVIDIA's; pip install nvidia-ml-py first"
+    )
 
 
 @dataclass
@@ -189,6 +195,11 @@ class LocalTrainingArguments(LocalOptions, group="Local training"):
     status: bool = flag(
         False, "Print the status of the trainer of this --output_dir, and exit: with code 0 if it runs, else with 1"
     )
+    pause: bool = flag(
+        False,
+        "Let the trainer of this --output_dir free the GPU after its local step, and stay in the run until --resume",
+    )
+    resume: bool = flag(False, "Let the trainer of this --output_dir go on after --pause")
     check: bool = flag(
         False, "Try everything that this trainer needs, print what is wrong and what to do, and exit, with code 0 or 1"
     )

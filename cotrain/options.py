@@ -10,6 +10,7 @@ from cotrain.common.flags import (
     ArgumentsError,
     Flags,
     check_announced,
+    check_hours,
     check_maddr,
     check_peer,
     endpoint_to_maddrs,
@@ -105,9 +106,13 @@ class CollaborationOptions(StepSettings, PeerOptions):
     leave_timeout: float = flag(90.0, at_least=0)
     username: str = ""
     max_traffic: str | None = None
+    only_between: str | None = None
+    pause_when_busy: bool = False
 
     def __post_init__(self):
         super().__post_init__()
+        if self.only_between is not None:
+            check_hours("--only_between", self.only_between)
         if self.max_traffic is not None:
             parse_size("--max_traffic", self.max_traffic)
         if self.delay_grad_averaging and not self.delay_optimizer_step:

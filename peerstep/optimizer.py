@@ -17,7 +17,7 @@ from hivemind.utils import get_logger
 
 from peerstep.local_peer import LocalPeer
 from peerstep.options import Options
-from peerstep.peer.processes import keep_free_memory
+from peerstep.peer.processes import keep_free_memory, return_free_memory
 from peerstep.progress.tracker import ProgressTracker
 from peerstep.rounds.averager import RoundAverager
 from peerstep.rounds.client import RoundClient
@@ -265,7 +265,7 @@ class CollaborativeOptimizer(_Interface):
         return self.joining.load()
 
     def share_state(self) -> None:
-        """Offer this peer's state to joining peers. Call it once there is a trained state."""
+        """Offer this peer's state to joining peers, unless others have a newer one. Call it once it is trained."""
         self.joining.share_state()
 
     def begin_at(self, step: int, unsent: Sequence[torch.Tensor] | None = None) -> None:
@@ -294,6 +294,29 @@ class CollaborativeOptimizer(_Interface):
             self.joining.forget_progress()
             self.accumulator.reset()
             return True
+
+    # A pause
+
+    def pause(self, model: torch.nn.Module) -> None:
+        """Take part in no step until `resume`, and free the device: the model and its gradients are on the CPU then.
+
+        The others do not wait. A round that runs goes on. Call it, and `resume`, between two local steps.
+        """
+        self.membership.is_paused = self.tracker.is_paused = True
+        self.tracker.set_away(True)
+        model.zero_grad()
+        self.accumulator.move(model, torch.device("cpu"))
+        if torch.accelerator.is_available():
+            torch.accelerator.empty_cache()
+        return_free_memory()
+
+    def resume(self, model: torch.nn.Module, device: torch.device) -> None:
+        """Take part again. The others give this peer what it has missed, or it downloads a state, as after a sleep."""
+        self.accumulator.move(model, device)
+        self.membership.is_paused = self.tracker.is_paused = False
+        self.tracker.set_away(self.membership.is_away)
+        self.tracker.refresh_in(0.0)
+        self.pace.begin_local_step()
 
     # Shutdown
 

@@ -111,6 +111,13 @@ def parse_size(flag: str, value: str) -> int:
     return int(float(match[1]) * 1000 ** " kMGT".index(match[2]))
 
 
+def check_hours(flag: str, value: str) -> None:
+    """Check that a value is two times of a day such as 22:00-07:00."""
+    time_of_day = r"([01]\d|2[0-3]):[0-5]\d"
+    is_valid = re.fullmatch(f"{time_of_day}-{time_of_day}", value) is not None
+    require(is_valid, f"{flag} must be two times of the day such as 22:00-07:00, got '{value}'")
+
+
 def check_web_address(flag: str, url: str) -> None:
     """Check that a value is an HTTP or HTTPS URL. The message omits the URL, which may contain a password."""
     try:

@@ -33,6 +33,7 @@ class TrainerRecord(ExtensibleRecord):
     averaging: pydantic.confloat(strict=True, ge=0.0, le=1.0) | None = None
     # Ends of the IDs of peers that gave samples in its newest rounds, see `named_by_others` of aggregation.py
     members: pydantic.conlist(pydantic.constr(strict=True, max_length=SHORT), max_items=MAX_MEMBERS) | None = None
+    paused: pydantic.StrictBool | None = None
 
     @pydantic.validator("history", each_item=True)
     def check_row(cls, row: list) -> list:

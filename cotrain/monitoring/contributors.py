@@ -5,7 +5,7 @@ the peer ID beside a name tells peers apart.
 """
 
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from cotrain.monitoring.aggregation import PeerStep, StepReport
 
 MAX_CONTRIBUTORS = 5000  # that are kept, and half of those known; a key pair costs nothing
 MAX_NAME_LENGTH = 64
-TABLE_COLUMNS = ("place", "name", "peer", "samples", "steps")
+TABLE_COLUMNS = ("place", "name", "peer", "samples", "steps", "state")
 
 
 @dataclass
@@ -99,14 +99,21 @@ class Contributors:
         self._known = {contributor.peer_id: contributor for contributor in contributors}
 
 
-def build_table(contributors: Contributors) -> list[tuple[int, str, str, int, int]]:
-    """Return the rows of the leaderboard, one value for each of TABLE_COLUMNS. Names are plain text of a peer."""
-    leaders = enumerate(contributors.leaders[:100], 1)
-    return [(place, leader.name, short(leader.peer_id), leader.samples, leader.steps) for place, leader in leaders]
+def build_table(contributors: Contributors, paused: Collection[str] = ()) -> list[tuple[int, str, str, int, int, str]]:
+    """Return the rows of the leaderboard, one value for each of TABLE_COLUMNS. Names are plain text of a peer.
+
+    :param paused: peer IDs of trainers that pause
+    """
+    return [
+        (place, x.name, short(x.peer_id), x.samples, x.steps, "paused" if x.peer_id in paused else "")
+        for place, x in enumerate(contributors.leaders[:100], 1)
+    ]
 
 
-def format_leaderboard(contributors: Contributors) -> str:
+def format_leaderboard(contributors: Contributors, paused: Collection[str] = ()) -> str:
     """Return one line for the log."""
-    leaders = contributors.leaders
-    first = [f"{label(leader.name, leader.peer_id)} {leader.samples:,}" for leader in leaders[:5]]
+    leaders, first = contributors.leaders, []
+    for leader in leaders[:5]:
+        state = " (paused)" if leader.peer_id in paused else ""
+        first.append(f"{label(leader.name, leader.peer_id)} {leader.samples:,}{state}")
     return f"Contributors, by samples: {', '.join(first)}; {len(leaders)} in all"

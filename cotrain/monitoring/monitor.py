@@ -165,6 +165,7 @@ class TrainingMonitor:
 
     def __post_init__(self):
         self._quiet_since: float | None = None  # since the run has ended
+        self._paused: set[str] = set()  # IDs of trainers that pause
         self._client_mode_alarm = ClientModeAlarm()
         self._progress_log = ProgressLog(self.aggregator.target_batch_size, self.contributors.find_name)
         self._newest_step = self.aggregator.last_reported_step
@@ -183,9 +184,11 @@ class TrainingMonitor:
         self.contributors.record_names({peer: value["username"] for peer, value in published.items()})
         reports = self.aggregator.update(run_time(), records, progress)
         trainers = self.aggregator.live_peers
+        paused = {x.key for x in trainers if x.key in published and published[x.key].get("paused")}
+        self._paused = set(map(str, paused))
         checkpoint_step = -1 if self.keeper is None else self.keeper.saved_step
         if self._quiet_since is None:  # the run has not ended
-            self._progress_log.update(time.monotonic(), trainers, bool(reports), checkpoint_step)
+            self._progress_log.update(time.monotonic(), trainers, bool(reports), checkpoint_step, paused)
         self._report(reports, parse_shares(published.values()))
         self._client_mode_alarm.check([trainer.heartbeat.client_mode for trainer in trainers])
         # Of the trainers that took the newest step: anybody may claim to leave, and each download costs a trainer.
@@ -248,7 +251,7 @@ class TrainingMonitor:
 
     def _report(self, reports: list[StepReport], shares: dict[str, float]) -> None:
         """:param shares: see `parse_shares`"""
-        rounds = {name: round(share, 4) for name, share in shares.items()}
+        more = {name: round(share, 4) for name, share in shares.items()} | {"paused peers": len(self._paused)}
         if reports and (advice := self.adviser.advise(shares.get("averaging"))) is not None:
             logger.warning(advice)
         for report in reports:
@@ -265,7 +268,7 @@ class TrainingMonitor:
                 f"samples = {report.samples}\tperformance = {report.performance:.2f} samples/s"
             )
             self.contributors.add(report)
-            self.reporter.report(report, rounds)
+            self.reporter.report(report, more)
             self._show_leaderboard(report.step, self.leaders_interval)
         for late in self.aggregator.late:
             name = self.contributors.find_name(late.peer)
@@ -282,5 +285,6 @@ class TrainingMonitor:
         self._leaders_shown_at = step
         samples = sum(leader.samples for leader in leaders)
         logger.info(f"{samples:,} samples in all{self.adviser.estimate_end()}")
-        logger.info(format_leaderboard(self.contributors))
-        self.reporter.report_table("contributors", TABLE_COLUMNS, build_table(self.contributors), step)
+        logger.info(format_leaderboard(self.contributors, self._paused))
+        rows = build_table(self.contributors, self._paused)
+        self.reporter.report_table("contributors", TABLE_COLUMNS, rows, step)

@@ -1,7 +1,7 @@
 """Log lines of a monitor between two global steps: who joined, who left, and the progress towards the next step."""
 
 import statistics
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence, Set
 
 from hivemind.utils import get_logger
 
@@ -21,25 +21,41 @@ class ProgressLog:
 
     def __init__(self, target_batch_size: int, find_name: Callable[[Hashable], str]):
         self.target_batch_size, self.find_name = target_batch_size, find_name
-        self._present: set[Hashable] = set()
+        self._present: Set[Hashable] = set()
+        self._paused: Set[Hashable] = set()
         self._newest: tuple[int, int] | None = None  # step, and samples for the next one
         self._logged: tuple[int, int] | None = None  # the same in the newest line
         self._changed_at = self._logged_at = float("-inf")
 
-    def update(self, now: float, peers: Sequence[TrackedPeer], shows_step: bool, checkpoint_step: int = -1) -> None:
+    def update(
+        self,
+        now: float,
+        peers: Sequence[TrackedPeer],
+        shows_step: bool,
+        checkpoint_step: int = -1,
+        paused: Set[Hashable] = frozenset(),
+    ) -> None:
         """Log what is due.
 
         :param peers: the live trainers
         :param shows_step: whether the log shows a new step, too, and needs no line about progress
         :param checkpoint_step: of the checkpoint that joining trainers get, -1 if there is none
+        :param paused: keys of those that pause
         """
         present = {peer.key for peer in peers}
-        for keys, verb in ((present - self._present, "joined"), (self._present - present, "left")):
+        state = f", {len(paused)} of them paused" if paused else ""
+        for keys, verb in (
+            (present - self._present, "joined"),
+            (self._present - present, "left"),
+            (paused - self._paused, "paused"),
+            (self._paused & present - paused, "continued"),
+        ):
             if keys:
                 names = sorted(map(self.find_name, keys))
                 shown = names[:MAX_NAMED] + [f"{len(names) - MAX_NAMED:,} more"] * (len(names) > MAX_NAMED)
-                logger.info(f"{', '.join(shown)} {verb}; now {plural(len(present), 'trainer')}")
-        self._present = present
+                logger.info(f"{', '.join(shown)} {verb}; now {plural(len(present), 'trainer')}{state}")
+        self._present, self._paused = present, paused
+        peers = [peer for peer in peers if peer.key not in paused]
         step = statistics.median_low(peer.step for peer in peers) if peers else -1
         heartbeats = [peer.heartbeat for peer in peers if peer.heartbeat is not None and peer.step == step]
         # A false claim of one trainer counts as one target batch at most.

@@ -53,6 +53,7 @@ class TrainerStatus:
     first_loss: float | None = None  # the same of the first one
     data: str = ""  # position in the samples, and the shards that are here
     traffic: str = ""  # of this machine since the trainer started, and in this month
+    paused: str = ""  # why, while the trainer pauses
 
     @property
     def applied_fraction(self) -> float | None:
@@ -97,7 +98,9 @@ def describe_status(status: TrainerStatus) -> list[tuple[str, str]]:
     samples, rank = "none in a global step yet", "" if s.rank is None else f", rank {s.rank} by speed"
     if s.applied_fraction is not None:
         samples = f"{s.computed:,} computed, {s.applied_fraction:.1%} of them applied"
-    if s.worked_at is None:
+    if s.paused:
+        state = f"paused: {s.paused}"
+    elif s.worked_at is None:
         state = "joining: no local step yet"
     elif s.time - s.worked_at > SILENT_SECONDS:
         state = f"no local step for {format_duration(s.time - s.worked_at)}"

@@ -91,6 +91,15 @@ class StatusKeeper(PeriodicThread):
             self._computed, self._status.worked_at = self.optimizer.num_computed, time.time()
         return counts
 
+    @property
+    def paused(self) -> str:
+        """Why the trainer pauses; empty if it does not."""
+        return self._status.paused
+
+    def record_pause(self, reason: str) -> None:
+        self._status.paused = reason
+        self.write()
+
     def record_loss(self, loss: float) -> None:
         self._status.loss = loss
         if self._status.first_loss is None:
@@ -106,7 +115,7 @@ class StatusKeeper(PeriodicThread):
         now = time.monotonic()
         if now >= self._log_at:
             self._log_at = now + LOG_SECONDS
-            if not self.should_stop():
+            if not (self.should_stop() or self._status.paused):
                 logger.info(describe_progress(self.update(), self.loss_meter.mean()))
         self.write()
 

@@ -74,6 +74,7 @@ class Publisher:
             applied=applied,
             averaging=pace.averaging_share,
             members=list(members)[:MAX_MEMBERS],
+            paused=bool(self.status.paused),
         )
         self.relay.publish()
         key, lifetime = f"{self.args.run_id}_trainers", self.args.statistics_expiration

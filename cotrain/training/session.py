@@ -22,10 +22,12 @@ from cotrain.peer.addresses import log_visible_maddrs, peer_id_in
 from cotrain.peer.relay import RunConfigRelay
 from cotrain.status.client_mode import ClientModeAlarm
 from cotrain.status.loss_meter import LossMeter
+from cotrain.status.pause import PauseRule
 from cotrain.status.status import describe_contribution, describe_end, describe_last_step
 from cotrain.status.status_keeper import StatusKeeper
 from cotrain.task import Task
 from cotrain.training.device_errors import is_device_error
+from cotrain.training.gpu_programs import GpuPrograms
 from cotrain.training.publisher import Publisher
 from cotrain.training.recovery import Recovery
 from cotrain.training.start import LAST_STEP_SECONDS
@@ -37,6 +39,8 @@ from peerstep.reports.records import signer_of
 from peerstep.step.coordinator import Outcome
 
 logger = get_logger(__name__)
+
+PAUSED_SECONDS = 60.0  # between two records of a paused trainer, which expire after --statistics_expiration
 
 
 class TrainingSession:
@@ -61,15 +65,17 @@ class TrainingSession:
         self.peer, self.optimizer, self.model = peer, optimizer, model
         self.arguments, self.args = arguments, arguments.collaboration
         self.should_stop, self.watchdog = should_stop, watchdog
-        self.name = self.args.username or f"peer-{short(peer.dht.peer_id)}"
-        shown = label(self.name, peer.dht.peer_id)
+        name = self.args.username or f"peer-{short(peer.dht.peer_id)}"
+        shown = label(name, peer.dht.peer_id)
         self.recovery = Recovery(optimizer, task, model, arguments)
         self.loss_meter = LossMeter()
         self.status = StatusKeeper(self.recovery.folder, optimizer, self.args, shown, self.loss_meter, should_stop)
-        self.publisher = Publisher(self.name, peer, relay, self.status)
+        self.publisher = Publisher(name, peer, relay, self.status)
         self.on_report: Callable[[StepMetrics], object] = bool  # called with the metrics of each global step
         self.joined_at = -math.inf
         self.client_mode_alarm = ClientModeAlarm()
+        find_program = GpuPrograms(next(model.parameters()).device).find if self.args.pause_when_busy else str
+        self.pause_rule = PauseRule(self.recovery.folder, self.args.only_between, find_program)
 
     def open_sampler(self, samples: Sized, batch_size_per_step: int) -> PeerSampler:
         """Return this peer's order of the samples, which continues after a restart and is part of the status."""
@@ -90,7 +96,7 @@ class TrainingSession:
         optimizer, own_step = self.optimizer, self.optimizer.local_epoch
         optimizer.last_step = self.last_step
         self.status.start()
-        logger.info(f"This peer is {label(self.name, self.peer.dht.peer_id)}")
+        logger.info(f"This peer is {label(self.publisher.name, self.peer.dht.peer_id)}")
         if self.args.page is not None:
             logger.info(f"Curves of the run: {self.args.page}")
         if self.args.ends_at is not None:
@@ -107,6 +113,8 @@ class TrainingSession:
         self.joined_at = time.monotonic()
         self.status.begin_at(optimizer.local_epoch)
         self.publisher.publish()
+        if not self._pause():
+            raise SystemExit(0)  # nothing is trained, and the model is on the CPU
 
     def _load_newest_state(self) -> bool:
         """Download the newest state; retry while trainers report a later step. Return whether a state was loaded.
@@ -183,13 +191,48 @@ class TrainingSession:
         view = self.optimizer.tracker.view()
         trainers = *view.others, view.own
         self.client_mode_alarm.check([trainer.client_mode for trainer in trainers])
+        may_continue = self._pause()
         if self._traffic_is_used_up():
             return False
         if self.should_stop():
             self.optimizer.say_goodbye()
             self.optimizer.stop_averaging()  # a round may outlast the shutdown grace period
             return False
-        return not self._is_over()
+        return may_continue and not self._is_over()
+
+    def _pause(self) -> bool:
+        """Wait while there is a reason to pause, with the device free for other programs.
+
+        :returns: False if training ends meanwhile. The model stays on the CPU then: the device may be full
+        """
+        if not (reason := self.pause_rule.find_reason(time.time())):
+            return True
+        optimizer, device = self.optimizer, next(self.model.parameters()).device
+        optimizer.pause(self.model)
+        publish_at = -math.inf
+        with optimizer.tracker.pause_updates():
+            while reason and not (self.should_stop() or self._is_over()):
+                if reason != self.status.paused:
+                    logger.info(f"Paused: {reason}")
+                    self.status.record_pause(reason)
+                if time.monotonic() >= publish_at:
+                    publish_at = time.monotonic() + PAUSED_SECONDS
+                    self.publisher.publish()
+                    if self.last_step is not None and self.last_step <= max(self._saved_steps(), default=-1):
+                        logger.info(describe_last_step(self.last_step))
+                        return False
+                if optimizer.local_epoch > 0:
+                    optimizer.share_state()
+                self.peer.dht.check_invitation()
+                self.watchdog.record_work()
+                time.sleep(1.0)
+                reason = self.pause_rule.find_reason(time.time())
+        if not reason:
+            optimizer.resume(self.model, device)
+            self.status.record_pause("")
+            self.publisher.publish()
+            logger.info("Continuing after a pause")
+        return not reason
 
     def _report_steps(self) -> None:
         for record in self.optimizer.pop_records():
@@ -254,17 +297,21 @@ class TrainingSession:
     def _await_monitors(self, step: int, seconds: float) -> None:
         """Wait until the organiser's monitors have saved a step, at most some seconds."""
         deadline, is_asked = time.monotonic() + seconds, self.should_stop()
-        config = self.publisher.relay.config
-        # Anybody may claim to be a monitor that has not saved the step.
-        monitors = {*map(peer_id_in, self.args.initial_peers), config and config.organiser}
         while time.monotonic() < deadline and (is_asked or not self.should_stop()):
             self.watchdog.record_work()
-            records = dht_records.get_dictionary(self.peer.dht, f"{self.args.run_id}_monitor").items()
-            statuses = [record.value for subkey, record in records if signer_of(subkey) in monitors]
-            if all(status["checkpoint_step"] >= step for status in statuses if status["stores_checkpoints"]):
+            if all(saved >= step for saved in self._saved_steps()):
                 return
             time.sleep(0.5)
         logger.warning(f"No monitor has saved step #{step} yet: leaving anyway")
+
+    def _saved_steps(self) -> list[int]:
+        """Return the newest step that each of the organiser's monitors has saved, of those that save steps."""
+        config = self.publisher.relay.config
+        # Anybody may claim to be a monitor that has not saved the step.
+        monitors = {*map(peer_id_in, self.args.initial_peers), config and config.organiser}
+        records = dht_records.get_dictionary(self.peer.dht, f"{self.args.run_id}_monitor").items()
+        statuses = [record.value for subkey, record in records if signer_of(subkey) in monitors]
+        return [status["checkpoint_step"] for status in statuses if status["stores_checkpoints"]]
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from pathlib import Path
 from cotrain.common.errors import TemporaryError, UserError, require_packages
 from cotrain.common.signals import StopSignal
 from cotrain.options import NOTHING, TrainerOptions
+from cotrain.status.pause import request_pause
 from cotrain.status.status import describe_last_step, recorded_start, show_status
 
 LAST_STEP_SECONDS = 20.0  # for which a stopped trainer waits for a monitor to save a step that nobody else has
@@ -18,7 +19,7 @@ STOP_GRACE = 12.0 + LAST_STEP_SECONDS  # seconds from a signal to the end
 def start_trainer(
     train: Callable[[TrainerOptions, StopSignal], None], dataclass_types: Sequence[type], description: str | None
 ) -> None:
-    """Parse the command line, and train with the settings of the run, or do what --status or --check asks for.
+    """Parse the command line, and train with the settings of the run, or do what --status, --pause, --check ask for.
 
     :param dataclass_types: of the flags: those of `TrainerOptions`, in its order
     """
@@ -29,6 +30,9 @@ def start_trainer(
         args = TrainerOptions._make((*command_line.arguments, NOTHING))
         if command_line.values.get("status"):
             sys.exit(show_status(Path(args.training.output_dir)))
+        for name in ("pause", "resume"):
+            if command_line.values.get(name):
+                sys.exit(request_pause(Path(args.training.output_dir), name == "pause"))
         # These imports take seconds, which --help and usage errors do not need.
         if command_line.values.get("check"):
             from cotrain.training.check import check_trainer

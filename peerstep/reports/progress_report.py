@@ -46,7 +46,7 @@ class PeerProgress:
     reported_at: float = 0.0  # when the peer last reported, on the peer's clock
     client_mode: bool = False
     distance: float = 0.0  # updates by which its parameters differ, see Membership
-    away: bool = False  # it downloads a state, or finds no group: nobody waits for it
+    away: bool = False  # it is paused, downloads a state, or finds no group: nobody waits for it
     marks: Marks = ()
     schema: str = ""  # tells the rounds of trainers with another model or compression apart
     reported_here: float = 0.0  # when the peer last reported, on this machine's clock (`time.monotonic`), see `_date`

@@ -38,6 +38,7 @@ class Membership:
     attempts: int = 0  # rounds without a group since this peer, or another one, has taken a step
     vain: int = 0  # rounds without a group since one with others, or a step of theirs
     alone: int = 0  # consecutive marks of steps that this peer took alone
+    is_paused: bool = False  # whether the caller has paused this peer
 
     # What became of a step
 
@@ -118,7 +119,7 @@ class Membership:
     @property
     def is_away(self) -> bool:
         """Whether the others are not to wait for this peer."""
-        return self.failures >= MAX_FAILURES
+        return self.is_paused or self.failures >= MAX_FAILURES
 
     def gives_up(self, is_first: bool) -> bool:
         """Whether to take the step without the others.

@@ -45,6 +45,13 @@ class Accumulator:
         """Return the norm to which the average of a round is clipped; 0: no bound."""
         return self.max_norm
 
+    def move(self, model: torch.nn.Module, device: torch.device) -> None:
+        """Move a model with the parameters to another device, with what was computed on its own since the last round.
+
+        Also while a round runs, whose contribution is on the CPU already.
+        """
+        raise NotImplementedError
+
     def confirm(self) -> None:
         """Record that the loaded contribution became part of a global step."""
 
@@ -112,6 +119,11 @@ class GradientAccumulator(Accumulator):
         for mean, total in zip(self.contribution, sums, strict=True):
             total = total.add_(mean, alpha=num_kept) if num_kept else total
             torch.mul(total, 1.0 / max(1, num_samples), out=mean)
+
+    def move(self, model: torch.nn.Module, device: torch.device) -> None:
+        with self._staging_lock, self.lock:
+            model.to(device)
+            self._sums = [total.to(device) for total in self._sums]
 
     def take_back(self, num_samples: int) -> None:
         """Count the loaded contribution, which no round has used, in the next one. It stays where it is until then."""

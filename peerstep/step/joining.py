@@ -61,12 +61,12 @@ class Joining:
         self.report()
 
     def share_state(self) -> None:
-        """Offer this peer's state to joining peers, unless it lacks an update.
+        """Offer this peer's state to joining peers, unless it lacks an update, or is paused and others train.
 
         Only updates that another trainer has count: if all lack the same ones, their states are all there is.
         """
-        averager = self.state_averager
-        if self.tracker.view().num_lacking >= 1:
+        averager, view = self.state_averager, self.tracker.view()
+        if view.num_lacking >= 1 or (self.membership.is_paused and view.present):
             averager.allow_state_sharing = False
         elif not averager.client_mode:
             averager.offer(priority=self.membership.applied)

@@ -150,6 +150,11 @@ class LocalTraining(Accumulator):
                     difference.copy_(sent)
         return num_samples
 
+    def move(self, model: torch.nn.Module, device: torch.device) -> None:
+        with self._host_lock, self.lock:
+            model.to(device)
+            self.inner.load_state_dict(self.inner.state_dict())  # moves the statistics to the parameters
+
     def take_back(self, num_samples: int) -> None:
         """Count the loaded contribution, which no round has used, in the next round."""
         with self.lock:

@@ -164,6 +164,8 @@ class StepThread(threading.Thread):
 
     def advance(self) -> None:
         """Search for the group of the next step ahead of time; take the step if it is due."""
+        if self.membership.is_paused:
+            return self.coordinator.call_off()
         view = self.tracker.view()
         if (missed := num_skippable(view, self.membership)) > 0:
             self._skip(missed)

@@ -115,7 +115,9 @@ def test_shares_come_from_the_records_of_the_trainers(tmp_path, stored):
     reporter = Mock()
     make_monitor(tmp_path, reporter, last_reported_step=9).refresh()
     applied_share = (64 + 48) / 128
-    reporter.report.assert_called_once_with(ANY, {"complete rounds": 0.75, "applied share": applied_share})
+    reporter.report.assert_called_once_with(
+        ANY, {"complete rounds": 0.75, "applied share": applied_share, "paused peers": 0}
+    )
 
 
 def test_organiser_is_told_what_helps_when_rounds_take_the_time(tmp_path, stored, caplog):
@@ -171,9 +173,9 @@ def test_leaderboard_is_shown_as_often_as_checkpoints_are_saved_and_at_the_end(t
         monitor.refresh()
     finish(monitor)
     key = short(monitor.contributors.leaders[0].peer_id)
-    columns = ("place", "name", "peer", "samples", "steps")  # trackio and wandb show the cells as plain text
+    columns = ("place", "name", "peer", "samples", "steps", "state")  # trackio and wandb show the cells as plain text
     assert [call.args for call in reporter.report_table.call_args_list] == [
-        ("contributors", columns, [(1, "al i/<c>e", key, 8 * step, step)], step) for step in (1, 3, 4)
+        ("contributors", columns, [(1, "al i/<c>e", key, 8 * step, step, "")], step) for step in (1, 3, 4)
     ]
     assert caplog.text.count("Contributors, by samples: al i/<c>e") == 3
     first, _, last = (message for message in caplog.messages if "samples in all" in message)
@@ -333,3 +335,25 @@ def test_restarted_monitor_of_a_finished_run_ends(tmp_path, stored, monkeypatch)
     assert not monitor.has_ended(), "a download runs"
     keeper.is_running, clock.now = False, 2000.0
     assert monitor.has_ended()
+
+
+def test_paused_trainers_are_named_in_log_leaderboard_and_dashboard(tmp_path, stored, caplog):
+    """Those at an old step do not hide the progress of the others, and a record outlives a trainer that is gone."""
+    monitor, now = make_monitor(tmp_path, reporter := Mock(), interval=1), run_time()
+    publish(stored, 4, "alice", "bob", "carol", username="a volunteer")
+    monitor.refresh()
+    publish(stored, 4, "alice", "bob", username="a volunteer", paused=True)
+    publish(stored, 4, gone=["bob"], username="a volunteer", paused=True)
+    stored["run_training_progress"]["alice"].value["away"] = True
+    publish(stored, 6, "carol", username="a volunteer")
+    stored["run_training_progress"]["carol"] = ValueWithExpiration(heartbeat(now, 6, samples=8), now + 600)
+    monitor.refresh()
+    assert "a volunteer (alice) paused; now 2 trainers, 1 of them paused" in caplog.text
+    board = next(line for line in reversed(caplog.messages) if line.startswith("Contributors"))
+    assert board.count("(paused)") == 1 and "(alice) 128 (paused)" in board
+    rows = reporter.report_table.call_args.args[2]
+    assert sorted((row[2], row[-1]) for row in rows) == [("alice", "paused"), ("bob", ""), ("carol", "")]
+    assert reporter.report.call_args.args[1]["paused peers"] == 1
+    publish(stored, 7, "alice", "carol", username="a volunteer", paused=False)
+    monitor.refresh()
+    assert "a volunteer (alice) continued; now 2 trainers" in caplog.text

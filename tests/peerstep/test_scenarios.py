@@ -493,3 +493,58 @@ def test_trainers_that_fail_in_each_attempt_cost_the_others_no_rounds(method):
         # Two trainers with these speeds take 11 or 12 steps in a minute.
         rounds = [peer.outcomes()[number:].count("averaged") for peer, number in zip(healthy, since, strict=True)]
         assert min(rounds) >= 9, scenario.describe()
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["gradients", "local updates"])
+def test_paused_trainer_costs_the_others_nothing_and_continues_without_a_download(local):
+    """While others train, it offers its old state to nobody; alone, it is the only one that has the run's."""
+    with Scenario(9, target_batch_size=96, averaging_timeout=60.0, local_updates=local) as scenario:
+        peers = [scenario.add(speed=0.6 + 0.1 * index, uplink=3000.0 * 2**index) for index in range(4)]
+        idle, others, offers = peers[1], [peers[0], *peers[2:]], []
+        scenario.reach(3)
+
+        def pause() -> float:
+            del idle._compute_seconds
+            idle.optimizer.pause(idle.model)
+            for _ in range(90):
+                scenario.time.sleep(1.0)
+                idle.optimizer.share_state()
+                offers.append(idle.optimizer.state_averager.allow_state_sharing)
+            idle.optimizer.resume(idle.model, idle.model.weight.device)
+            return idle._compute_seconds()
+
+        idle._compute_seconds = pause
+        scenario.wait_until(lambda: len(offers) >= 30, 60.0)  # a round that ran has ended
+        began, step, num_rounds = scenario.time.read(), others[0].step, len(idle.rounds)
+        scenario.reach(step + 4, *others)
+        seconds = scenario.time.read() - began
+        assert seconds < 100.0, "nobody waits: each of the steps is of three trainers with 2.5 samples a second each"
+        assert took_steps_with(others, 3, since=step + 1)
+        assert len(idle.rounds) == num_rounds and not any(offers[30:]), "it takes part in nothing"
+        scenario.wait_until(lambda: len(offers) == 90, 60.0)
+        scenario.unite()
+        last = max(scenario.steps_of())
+        scenario.reach(last + 2)
+        assert took_steps_with(peers, 4, since=last)
+        assert not idle.downloads
+
+
+def test_newcomer_gets_the_state_of_a_run_whose_trainers_are_all_paused():
+    with Scenario(3) as scenario:
+        only = scenario.add(speed=2.0)
+        scenario.reach(2)
+        paused = []
+
+        def pause() -> float:
+            only.optimizer.pause(only.model)
+            paused.append(only.step)
+            while True:
+                only.optimizer.share_state()
+                scenario.time.sleep(1.0)
+
+        only._compute_seconds = pause
+        scenario.wait_until(lambda: paused, 20.0)
+        newcomer = scenario.add()
+        scenario.wait_until(lambda: newcomer.has_joined, 60.0)
+        assert newcomer.step >= paused[0] >= 2
+        scenario.reach(paused[0] + 2, newcomer)

@@ -3,8 +3,11 @@
 A joining trainer waits for the training state if reports show a run, and one Byzantine peer does not prevent it.
 """
 
+import logging
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -144,9 +147,9 @@ def test_peer_without_a_name_gets_one_from_its_id(tmp_path):
     stored: dict = {}
     session = make_session(tmp_path, offered=None, peer=storing_peer(stored))
     session.publisher.publish()
-    assert stored["run_trainers"][b"key"].value["username"] == session.name == "peer-QmFake"
+    assert stored["run_trainers"][b"key"].value["username"] == session.publisher.name == "peer-QmFake"
     session.status.close()
-    assert make_session(tmp_path, offered=None, username="alice").name == "alice"
+    assert make_session(tmp_path, offered=None, username="alice").publisher.name == "alice"
 
 
 def test_record_names_who_gave_samples_in_the_newest_rounds(session):
@@ -402,3 +405,69 @@ def test_parameters_are_read_once_they_have_changed(session, monkeypatch):
     for _ in range(10):
         session.after_local_step()
     assert len(checks) == 2
+
+
+@pytest.fixture
+def pausing(session, clock, monkeypatch) -> TrainingSession:
+    """A session whose optimizer records pauses in `calls`, and whose clock ends a pause after 400 seconds."""
+    monkeypatch.setattr(dht_records, "get_dictionary", lambda dht, key: {})
+    session.calls, optimizer = [], session.optimizer
+    optimizer.tracker.pause_updates = lambda: session.calls.append("untimed") or nullcontext()
+    optimizer.share_state = lambda: session.calls.append("share")
+    optimizer.pause = lambda model: session.calls.append("pause")
+    optimizer.resume = lambda model, device: session.calls.append(f"resume on {device}")
+    optimizer.say_goodbye = lambda: None
+    session.pause_rule = SimpleNamespace(find_reason=lambda now: "until --resume" if now < 400.0 else "")
+    return session
+
+
+def test_paused_trainer_stays_in_the_run_and_says_so(pausing, clock, caplog):
+    """Its record would expire after --statistics_expiration, 600 seconds."""
+    caplog.set_level(logging.INFO)
+    said, store = [], pausing.peer.dht.store
+
+    def note(key, value, *args, **options):
+        said.append((clock.now, value["paused"]))
+        return store(key, value, *args, **options)
+
+    pausing.peer.dht.store = note
+    assert pausing.after_local_step()
+    times = [now for now, is_paused in said if is_paused]
+    assert times[0] == 0.0 and max(b - a for a, b in pairwise([*times, 400.0])) <= 61.0
+    assert said[-1] == (400.0, False) and pausing.status.paused == ""
+    assert pausing.calls[:2] == ["pause", "untimed"] and pausing.calls[-1] == "resume on cpu"
+    assert [r.message for r in caplog.records].count("Paused: until --resume") == 1
+
+
+def test_trainer_that_is_stopped_while_it_pauses_leaves_the_device_alone(pausing, clock):
+    """A game may have all of its memory."""
+    pausing.should_stop = lambda: clock.now > 30.0
+    assert not pausing.after_local_step() and clock.now < 40.0
+    assert pausing.calls[0] == "pause" and "resume on cpu" not in pausing.calls
+    assert pausing.status.update().paused == "until --resume"
+
+
+def test_run_that_ends_meanwhile_ends_a_paused_trainer(pausing, clock, monkeypatch):
+    """The organiser's monitor has saved the last step; others may say what they like. The monitor waits for all."""
+    pausing.args.max_global_steps = 50
+    statuses = {b"monitor": -1, b"stranger": 99}
+    monkeypatch.setattr(session_module, "signer_of", lambda subkey: subkey)
+    pausing.publisher.relay = SimpleNamespace(config=SimpleNamespace(organiser=b"monitor"), publish=lambda: None)
+
+    def get_dictionary(_dht, key):
+        statuses[b"monitor"] = 50 if clock.now > 100.0 else 49
+        return {subkey: SimpleNamespace(value={"stores_checkpoints": True, "checkpoint_step": step})
+                for subkey, step in statuses.items()}  # fmt: skip
+
+    monkeypatch.setattr(dht_records, "get_dictionary", get_dictionary)
+    assert not pausing.after_local_step()
+    assert 100.0 < clock.now < 200.0 and "resume on cpu" not in pausing.calls
+
+
+def test_trainer_that_starts_in_its_pause_computes_nothing_and_can_be_stopped(pausing, clock, monkeypatch):
+    monkeypatch.setattr(pausing, "_load_newest_state", lambda: True)
+    pausing.optimizer.begin_at = lambda step, unsent: None
+    pausing.should_stop = lambda: clock.now > 30.0
+    with pytest.raises(SystemExit) as stopped:
+        pausing.join()
+    assert stopped.value.code == 0 and pausing.calls.count("resume on cpu") == 0
