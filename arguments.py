@@ -63,6 +63,10 @@ class BaseTrainingArguments(PeerOptions, group="Peer"):
     )
     invitation: str | None = described("Invitation file of the organiser, see invite.py; it has this peer's identity")
     bootstrap_timeout: float = described("Give up joining after this many seconds if none of initial_peers answers")
+    webhook_file: str | None = described(
+        "File with the address of a webhook (Slack, Discord, or any JSON), to which monitor and trainer write when it "
+        "matters, at most once an hour of a kind. The address is a secret: whoever has it may write there"
+    )
     debug: bool = described("Log more, and show the traceback of a fatal error")
 
 

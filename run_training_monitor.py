@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from arguments import BaseTrainingArguments, ModelArguments, ProgressTrackerArguments, ReportingArguments
+from cotrain.common.alerts import Alerts, announced_end
 from cotrain.common.errors import run_script
 from cotrain.common.flags import ArgumentsError, flag, parse_repo_id
 from cotrain.common.signals import StopSignal
@@ -119,10 +120,13 @@ def main() -> None:
                 f"Keeping no checkpoints: there is no tokenizer in '{run_args.tokenizer_path}'. To keep them, pass "
                 "--dataset_url, or copy that folder from the machine that ran tokenize_wikitext103.py"
             )
-        watch_run(entry, line.values, stop)
+        peer_args = entry.arguments[-1]
+        alerts = Alerts(peer_args.webhook_file, f"Monitor of run {peer_args.run_id}")
+        with announced_end(alerts, stop.is_set):
+            watch_run(entry, line.values, stop, alerts)
 
 
-def watch_run(entry, stated: dict[str, object], stop: StopSignal) -> None:
+def watch_run(entry, stated: dict[str, object], stop: StopSignal, alerts: Alerts) -> None:
     """Run a monitor until it is stopped, or the run has ended.
 
     :param entry: see `find_run_config`
@@ -168,7 +172,7 @@ def watch_run(entry, stated: dict[str, object], stop: StopSignal) -> None:
         relay.publish(peer_args.page)
         log_visible_maddrs(peer.dht.get_visible_maddrs(), peer_args.use_ipfs, file=output_dir / "peer.json")
 
-        monitor = build_monitor(peer, reporter, contributors, keeper, uploader, args, run_args)
+        monitor = build_monitor(peer, reporter, contributors, keeper, uploader, args, run_args, alerts)
         end_time = peer_args.end_time + 120.0  # trainers wait for the last checkpoint for 90 s
         while not (stop.is_set() or time.time() >= end_time or monitor.has_ended()):
             page = peer_args.page or reporter.page  # wandb's is known after its start
@@ -235,7 +239,7 @@ def open_keeper(stack: ExitStack, peer, task, model, reporter, args: TrainingMon
     return keeper
 
 
-def build_monitor(peer, reporter, contributors, keeper, uploader, args: TrainingMonitorArguments, run_args):
+def build_monitor(peer, reporter, contributors, keeper, uploader, args: TrainingMonitorArguments, run_args, alerts):
     """Return the monitor, which reports each step that the trainers complete."""
     from cotrain.monitoring.advice import Adviser
     from cotrain.monitoring.aggregation import MetricsAggregator
@@ -250,7 +254,7 @@ def build_monitor(peer, reporter, contributors, keeper, uploader, args: Training
     )
     parts, adviser = (reporter, contributors, keeper, uploader), Adviser(run_args, run_args)
     periods = args.refresh_period, args.save_checkpoint_step_interval
-    return TrainingMonitor(peer, aggregator, *parts, adviser, *periods, run_args.last_step)
+    return TrainingMonitor(peer, aggregator, *parts, adviser, *periods, run_args.last_step, alerts)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple
 
+from cotrain.common.alerts import read_webhook
 from cotrain.common.flags import (
     ArgumentsError,
     Flags,
@@ -43,10 +44,12 @@ class PeerOptions(RunSettings):
     identity_path: str | None = None
     invitation: str | None = None
     bootstrap_timeout: float = 60.0
+    webhook_file: str | None = None
     debug: bool = False
 
     def __post_init__(self):
         super().__post_init__()
+        read_webhook(self.webhook_file)
         for name in ("initial_peers", "trusted_relays"):
             peers = [peer for value in getattr(self, name) for peer in value.split(",") if peer]
             setattr(self, name, peers)

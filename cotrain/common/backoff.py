@@ -12,12 +12,12 @@ class Backoff:
 
     def reset(self) -> None:
         """Record a success."""
-        self.pause = self.first
+        self.pause, self.failures, self.fault = self.first, 0, ""  # of the failures in a row: number, newest reason
         self._until = float("-inf")
 
-    def fail(self) -> float:
-        """Record a failure; return the seconds before the next attempt."""
-        pause = self.pause
+    def fail(self, fault: str = "") -> float:
+        """Record a failure and its reason; return the seconds before the next attempt."""
+        pause, self.failures, self.fault = self.pause, self.failures + 1, fault
         self._until = time.monotonic() + pause
         self.pause = min(2 * pause, self.longest)
         return pause

@@ -119,7 +119,7 @@ class HubUploader:
         self.uploaded: str | None = None  # the checkpoint's name
         self._thread: threading.Thread | None = None
         self._due_at = float("-inf")
-        self._backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
+        self.backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
 
     @property
     def is_running(self) -> bool:
@@ -131,7 +131,7 @@ class HubUploader:
         :param page: address of the run's curves, for the model card
         :param run_is_over: the last checkpoint need not wait for the interval
         """
-        is_due = self._backoff.is_over and (run_is_over or time.monotonic() >= self._due_at)
+        is_due = self.backoff.is_over and (run_is_over or time.monotonic() >= self._due_at)
         if is_due and not self.is_running:
             newest = next(iter(list_checkpoints(self.folder)), None)
             if newest is not None and newest.name != self.uploaded:
@@ -167,8 +167,9 @@ class HubUploader:
                 commit = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message)
                 api.create_tag(repo_id, tag=f"step-{step}", revision=commit.oid, exist_ok=True)
             self.uploaded, self._due_at = checkpoint.name, started + self.interval
-            self._backoff.reset()
+            self.backoff.reset()
             logger.info(f"Uploaded {checkpoint.name} to {repo_id}")
         except Exception as error:
-            pause, reason = self._backoff.fail(), describe_refusal(error, repo_id)
+            reason = describe_refusal(error, repo_id)
+            pause = self.backoff.fail(str(reason))
             logger.warning(f"Could not upload to {repo_id}: {reason}; trying again in {pause:.0f} seconds")

@@ -1,16 +1,20 @@
 """Training monitor: aggregates the trainers' records into one report per global step, and keeps checkpoints."""
 
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import torch
 from hivemind.utils import get_logger
 
+from cotrain.common.alerts import Alerts
 from cotrain.common.backoff import Backoff
-from cotrain.common.errors import TemporaryError
+from cotrain.common.errors import TemporaryError, first_line
 from cotrain.dht.run_records import MonitorStatus
 from cotrain.monitoring.advice import Adviser, parse_shares
 from cotrain.monitoring.aggregation import MAX_JUMP, MetricsAggregator, StepReport
@@ -34,6 +38,9 @@ logger = get_logger(__name__)
 END_PERIODS = 4  # of --refresh_period, without a trainer, after which a monitor ends whose run has ended
 END_SECONDS = 20.0  # that the end of a monitor may take, half of them for a last checkpoint
 QUIET_SECONDS = 3.0  # without a trainer that leaves or a new step, after which the end has come
+# When the organiser is told: seconds without a trainer, a loss in medians of the newest steps, attempts in vain to
+# save or upload, per cent of a disk
+LONELY_SECONDS, LOSS_JUMP, MAX_FAILURES, FULL = 600.0, 1.5, 3, 95.0
 MAX_SAVE_PAUSE = 300.0  # seconds between two attempts to save a checkpoint
 # Steps that a downloaded state may be ahead of the reports, which lag by a refresh period and a download. The monitor
 # offers a saved checkpoint permanently: all trainers would adopt the state of a fabricated step.
@@ -70,7 +77,7 @@ class CheckpointKeeper:
         averager.credible_step = lambda: self._reported_step if self._reported_step >= 0 else None
         averager.must_agree = True  # what it saves is offered to all, and uploaded
         # A fabricated step has no state, and each attempt costs the trainers bandwidth.
-        self._backoff = Backoff(first=pause, longest=MAX_SAVE_PAUSE)
+        self.backoff = Backoff(first=pause, longest=MAX_SAVE_PAUSE)
         self._trainers: Set[Hashable] = frozenset()
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="CheckpointKeeper")
         self._pending: Future | None = None
@@ -94,13 +101,13 @@ class CheckpointKeeper:
         :param trainers: those that are there. Without any there is nothing to download, and who joins may offer more
         """
         if trainers - self._trainers:
-            self._backoff.reset()
+            self.backoff.reset()
         self._trainers = trainers
         self._has_gone_back |= step < min(self._reported_step, self.saved_step)
         self._reported_step = step
         interval = 1 if trainers_are_leaving else self.interval
         next_step = 1 if self._has_gone_back else max(self.saved_step, 0) + interval
-        if step >= next_step and not self.is_running and trainers and self._backoff.is_over:
+        if step >= next_step and not self.is_running and trainers and self.backoff.is_over:
             # The minimum is not `step`: reported steps are untrusted, and a revived run is behind the reported step.
             self._pending = self._executor.submit(self._save, next_step, step + MAX_LEAD)
 
@@ -125,10 +132,10 @@ class CheckpointKeeper:
             self._has_gone_back = False
             logger.info(f"Saved {path}")
             checkpoints.rotate_checkpoints(path, *self.keep)
-            self._backoff.reset()
+            self.backoff.reset()
             self.on_saved(state.step)
         except Exception as error:
-            self._backoff.fail()
+            self.backoff.fail(first_line(error))
             logger.warning(f"Could not save step #{min_step} or later. {error}; trying again later")
 
     @property
@@ -162,8 +169,11 @@ class TrainingMonitor:
     refresh_period: float  # seconds between two calls of `refresh`
     leaders_interval: int  # steps between two lists of the contributors
     last_step: int | None = None  # the last one of the schedule, if the run ends there
+    alerts: Alerts = field(default_factory=Alerts)
 
     def __post_init__(self):
+        self._trained_at = time.monotonic()
+        self._losses: deque[float] = deque(maxlen=16)  # of the newest steps
         self._quiet_since: float | None = None  # since the run has ended
         self._paused: set[str] = set()  # IDs of trainers that pause
         self._client_mode_alarm = ClientModeAlarm()
@@ -189,7 +199,11 @@ class TrainingMonitor:
         checkpoint_step = -1 if self.keeper is None else self.keeper.saved_step
         if self._quiet_since is None:  # the run has not ended
             self._progress_log.update(time.monotonic(), trainers, bool(reports), checkpoint_step, paused)
+        if len(trainers) > len(paused) or self._quiet_since is not None:
+            self._trained_at = time.monotonic()
         self._report(reports, parse_shares(published.values()))
+        if self.alerts.is_on:
+            self._alert(reports)
         self._client_mode_alarm.check([trainer.heartbeat.client_mode for trainer in trainers])
         # Of the trainers that took the newest step: anybody may claim to leave, and each download costs a trainer.
         leaving = [peer in published and published[peer]["leaving"] for peer in self.aggregator.contributors]
@@ -276,6 +290,26 @@ class TrainingMonitor:
         self.contributors.count(self.aggregator.late)
         if reports or self.aggregator.late:
             self.contributors.save()
+
+    def _alert(self, reports: list[StepReport]) -> None:
+        """Tell the organiser what needs a person."""
+        send = self.alerts.send
+        if time.monotonic() >= self._trained_at + LONELY_SECONDS:
+            send("trainers", f"the run has had no trainer for {LONELY_SECONDS / 60:.0f} minutes")
+        for report in reports:
+            if report.loss is None and report.samples:
+                send("loss", f"the loss of step #{report.step} is unknown: NaN or Inf at the trainers")
+            if report.loss is None:
+                continue
+            usual = statistics.median([*self._losses, report.loss])
+            if report.loss > LOSS_JUMP * usual > 0 and len(self._losses) >= 4:
+                send("loss", f"the loss has jumped to {report.loss:.3f} at step #{report.step}, from {usual:.3f}")
+            self._losses.append(report.loss)
+        for part, what in ((self.keeper, "save a checkpoint"), (self.uploader, "upload a checkpoint")):
+            if part is not None and part.backoff.failures >= MAX_FAILURES:
+                send(what, f"could not {what}, {part.backoff.failures} times in a row: {part.backoff.fault}")
+        if self.keeper is not None and (used := psutil.disk_usage(str(self.keeper.folder)).percent) >= FULL:
+            send("disk", f"the disk of {self.keeper.folder} is nearly full: {used:.0f} %")
 
     def _show_leaderboard(self, step: int, interval: int) -> None:
         """Log who has contributed most, as often as checkpoints are saved, and at the end."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hivemind.utils import get_logger
 
+from cotrain.common.alerts import Alerts
 from cotrain.dht.metrics_schema import MAX_COUNT
 from cotrain.options import CollaborationOptions
 from cotrain.status.loss_meter import LossMeter
@@ -21,6 +22,7 @@ logger = get_logger(__name__)
 
 WRITE_SECONDS = 5.0  # between two writes of the file
 LOG_SECONDS = 30.0  # between two lines about the progress
+ALERT_SECONDS = 1800.0  # without a round with others, after which the owner is told
 MAX_SECONDS_TO_STEP = 30 * 86400.0  # longer estimates are those of trainers without a known speed
 MAX_REASON = 100  # characters
 REASONS = {
@@ -55,6 +57,8 @@ class StatusKeeper(PeriodicThread):
         self._computed, self.speed = 0, 0.0  # the speed is that of the newest step's line and record
         self._totals = deque([(0, 0)], maxlen=MAX_ROUNDS + 1)  # samples computed and applied, by global step
         self._log_at = time.monotonic() + LOG_SECONDS
+        self._averaged_at = time.monotonic()
+        self._alerts = Alerts(args.webhook_file, f"Trainer {name} of run {args.run_id}")
 
     def start(self) -> None:
         self.write()  # the status of an earlier trainer in this folder is over
@@ -71,6 +75,8 @@ class StatusKeeper(PeriodicThread):
         self._status.computed = max(0, self._computed - own.samples_accumulated - in_round)
         if record.samples is not None:
             self._status.joined += 1
+            if record.outcome == Outcome.AVERAGED:
+                self._averaged_at = time.monotonic()
             self._status.applied += record.samples
         else:
             error = " ".join(record.error.split())[:MAX_REASON]
@@ -97,7 +103,7 @@ class StatusKeeper(PeriodicThread):
         return self._status.paused
 
     def record_pause(self, reason: str) -> None:
-        self._status.paused = reason
+        self._status.paused, self._averaged_at = reason, time.monotonic()
         self.write()
 
     def record_loss(self, loss: float) -> None:
@@ -117,6 +123,9 @@ class StatusKeeper(PeriodicThread):
             self._log_at = now + LOG_SECONDS
             if not (self.should_stop() or self._status.paused):
                 logger.info(describe_progress(self.update(), self.loss_meter.mean()))
+                if now >= self._averaged_at + ALERT_SECONDS:
+                    minutes = f"{ALERT_SECONDS / 60:.0f} minutes"
+                    self._alerts.send("averaging", f"has not averaged with others for {minutes}")
         self.write()
 
     def write(self) -> None:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from cotrain.common.alerts import Alerts, announced_end
 from cotrain.common.errors import TemporaryError, UserError, require_packages
 from cotrain.common.signals import StopSignal
 from cotrain.options import NOTHING, TrainerOptions
@@ -54,7 +55,9 @@ def start_trainer(
             except TemporaryError:
                 _exit_if_finished(Path(args.training.output_dir))
                 raise
-            with open_tunnel(args.collaboration):
+            name = args.collaboration.username or "this peer"
+            alerts = Alerts(args.collaboration.webhook_file, f"Trainer {name} of run {args.collaboration.run_id}")
+            with announced_end(alerts, stop.is_set), open_tunnel(args.collaboration):
                 train(args, stop)
 
 

@@ -266,7 +266,7 @@ def test_a_break_does_not_delay_the_next_checkpoint(tmp_path, monkeypatch):
     now, averager = [0.0], FakeAverager(step=-1)
     monkeypatch.setattr(backoff.time, "monotonic", lambda: now[0])
     keeper, attempts = make_keeper(tmp_path, averager), []
-    monkeypatch.setattr(keeper, "_save", lambda *_steps: (attempts.append(now[0]), keeper._backoff.fail()))
+    monkeypatch.setattr(keeper, "_save", lambda *_steps: (attempts.append(now[0]), keeper.backoff.fail()))
 
     def refresh(seconds: int, trainers: set[str]) -> list[float]:
         attempts.clear()
@@ -357,3 +357,43 @@ def test_paused_trainers_are_named_in_log_leaderboard_and_dashboard(tmp_path, st
     publish(stored, 7, "alice", "carol", username="a volunteer", paused=False)
     monitor.refresh()
     assert "a volunteer (alice) continued; now 2 trainers" in caplog.text
+
+
+def test_organiser_is_told_what_needs_a_person(tmp_path, stored, monkeypatch):
+    clock, sent, disk = SimpleNamespace(now=0.0), [], SimpleNamespace(percent=50.0)
+    clock.monotonic = clock.time = lambda: clock.now
+    monkeypatch.setattr(monitor_module, "time", clock)
+    monkeypatch.setattr(monitor_module.psutil, "disk_usage", lambda path: disk)
+    parts = {name: Mock(saved_step=-1, backoff=backoff.Backoff(30.0, 300.0)) for name in ("keeper", "uploader")}
+    monitor = make_monitor(tmp_path, Mock(), **parts)
+    monitor.alerts = SimpleNamespace(is_on=True, send=lambda kind, text: sent.append(f"{kind}: {text}"))
+
+    def told(step: int | None = None, loss: float = 2.0, **fields) -> list[str]:
+        sent.clear()
+        if step is not None:
+            rows = entries(metric(step, loss=loss, mini_steps=1))
+            publish(stored, step, "alice")
+            stored["run_trainers"]["alice"] = ValueWithExpiration(trainer_record(*rows, **fields), run_time() + 600)
+        monitor.refresh()
+        return list(sent)
+
+    assert not any(told(step) for step in range(1, 8))
+    assert told(8, loss=2.8) == []
+    assert told(9, loss=3.2) == ["loss: the loss has jumped to 3.200 at step #9, from 2.000"]
+    disk.percent = 96.0
+    for _ in range(3):
+        assert [line.partition(":")[0] for line in told()] == ["disk"], "it may pass"
+        parts["keeper"].backoff.fail("No space left on device")
+        parts["uploader"].backoff.fail("the Hub refused (500)")
+    faults = told()
+    assert [line.partition(":")[0] for line in faults] == ["save a checkpoint", "upload a checkpoint", "disk"]
+    assert "No space left" in faults[0] and "96 %" in faults[2]
+    parts["keeper"].backoff.reset()
+    parts["uploader"].backoff.reset()
+    disk.percent = 50.0
+    stored["run_training_progress"] = {}
+    clock.now += 599.0
+    monitor.aggregator._peers.clear()
+    assert told() == []
+    clock.now += 2.0
+    assert told() == ["trainers: the run has had no trainer for 10 minutes"]

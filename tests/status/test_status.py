@@ -286,3 +286,28 @@ def test_script_prints_the_status_without_torch(tmp_path, capsys, script):
     modules = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
     assert "cotrain.status.status" in modules and not {"torch", "hivemind"} & modules
     assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
+
+
+def test_volunteer_is_told_once_nothing_was_averaged_for_half_an_hour(keeper, monkeypatch):
+    """A step that is taken alone is no average, and the time of a pause does not count."""
+    clock, sent = SimpleNamespace(now=time.monotonic()), []
+    monkeypatch.setattr(
+        "cotrain.status.status_keeper.time", SimpleNamespace(monotonic=lambda: clock.now, time=time.time)
+    )
+    keeper._alerts = SimpleNamespace(send=lambda kind, text: sent.append(kind))
+
+    def pass_minutes(minutes: float) -> int:
+        clock.now += 60 * minutes
+        keeper.work()
+        return len(sent)
+
+    record(keeper, StepRecord(1, Outcome.AVERAGED, 8))
+    assert pass_minutes(20) == 0
+    record(keeper, StepRecord(2, Outcome.AVERAGED, 8))
+    assert pass_minutes(20) == 0
+    record(keeper, StepRecord(3, Outcome.ALONE, 8))
+    assert pass_minutes(11) == 1
+    keeper.record_pause("until --resume")
+    assert pass_minutes(60) == 1
+    keeper.record_pause("")
+    assert pass_minutes(20) == 1 and pass_minutes(11) == 2

@@ -246,7 +246,7 @@ def keeper(tmp_path) -> Iterator[CheckpointKeeper]:
 
 def update(keeper: CheckpointKeeper, step: int) -> None:
     """Update a keeper with a step, and wait until its work is done."""
-    keeper._backoff.reset()  # as if the pause after a failure were over
+    keeper.backoff.reset()  # as if the pause after a failure were over
     keeper.update(step, False, {"one"})
     if keeper._pending is not None:
         keeper._pending.result()
