@@ -39,12 +39,12 @@ class Alerts:
     """
 
     def __init__(self, file: str | None = None, sender: str = ""):
-        self._address, self.sender = read_webhook(file), sender
+        self._address, self.sender = read_webhook(file) or "", sender
         self._sent: dict[str, tuple[float, threading.Thread]] = {}  # kind -> when, in which thread
 
     @property
     def is_on(self) -> bool:
-        return self._address is not None
+        return bool(self._address)
 
     def send(self, kind: str, text: str) -> None:
         """Send a message, unless one of this kind was sent in the last hour."""

@@ -38,9 +38,11 @@ logger = get_logger(__name__)
 END_PERIODS = 4  # of --refresh_period, without a trainer, after which a monitor ends whose run has ended
 END_SECONDS = 20.0  # that the end of a monitor may take, half of them for a last checkpoint
 QUIET_SECONDS = 3.0  # without a trainer that leaves or a new step, after which the end has come
-# When the organiser is told: seconds without a trainer, a loss in medians of the newest steps, attempts in vain to
-# save or upload, per cent of a disk
-LONELY_SECONDS, LOSS_JUMP, MAX_FAILURES, FULL = 600.0, 1.5, 3, 95.0
+# When the organiser is told
+LONELY_SECONDS = 600.0  # without a trainer
+LOSS_JUMP = 1.5  # times the median loss of the newest steps
+MAX_FAILURES = 3  # attempts in a row to save or upload
+FULL = 95.0  # per cent of the disk
 MAX_SAVE_PAUSE = 300.0  # seconds between two attempts to save a checkpoint
 # Steps that a downloaded state may be ahead of the reports, which lag by a refresh period and a download. The monitor
 # offers a saved checkpoint permanently: all trainers would adopt the state of a fabricated step.
