@@ -72,21 +72,45 @@ def load_tokenizer(
             if "auto_map" in config:
                 raise FolderError("it has code with it, which is never run")
             tokenizer_class = transformers.AutoTokenizer
-        if not use_hub:
-            return _read_folder(Path(name), tokenizer_class, config)
-        # The default of trust_remote_code asks at the terminal whether the repository's code may run.
-        return tokenizer_class.from_pretrained(name, **options, **({} if path else config), trust_remote_code=False)
-    except Exception as error:
-        what, reason = "is neither a folder here nor on the Hub", " ".join(str(error).split())[:300]
+        if use_hub:
+            # The default of trust_remote_code asks at the terminal whether the repository's code may run.
+            options |= {**({} if path else config), "trust_remote_code": False}
+            tokenizer = tokenizer_class.from_pretrained(name, **options)
+        else:
+            tokenizer = _read_folder(Path(name), tokenizer_class, config)
         if is_folder:
-            what = "holds no tokenizer that can be read"
-            reason = reason if isinstance(error, FolderError) else _find_fault(Path(name))
+            _check_files(Path(name), tokenizer.vocab_files_names)
+        return tokenizer
+    except Exception as error:
+        from cotrain.models.config import find_refusal  # seconds, for torch
+
+        what = "holds no tokenizer that can be read"
+        if isinstance(error, FolderError):
+            reason = str(error)
+        elif is_folder:
+            reason = _find_fault(Path(name))
+        else:
+            what = "is neither a folder here nor on the Hub"
+            reason = find_refusal(error, name, options) or "the Hub does not answer, or has no tokenizer of that name"
         raise UserError(f"{flag}: '{name}' {what} ({reason}); {remedy}") from None
+
+
+def _check_files(folder: Path, names: dict[str, str]) -> None:
+    """Raise ValueError if there is no vocabulary: transformers would make a tokenizer of the special tokens alone.
+
+    :param names: `vocab_files_names` of the tokenizer's class; empty for ByT5, which has no vocabulary
+    """
+    found = {file.name for file in folder.glob("*") if file.is_file()}
+    known = {"tokenizer.json", "tekken.json", *names.values()}
+    if names and not found & known and not any(name.endswith(".model") for name in found):
+        raise ValueError("no vocabulary")
 
 
 def _find_fault(folder: Path) -> str:
     """Name the files of a folder from which no tokenizer can be read: the errors of the libraries do not."""
     for file in sorted(folder.glob("*.json")):
+        if file.is_dir():
+            return f"{file.name} is a folder, not a file"
         try:
             is_complete = isinstance(json.loads(file.read_text(encoding="utf-8")), dict)
         except (OSError, ValueError):

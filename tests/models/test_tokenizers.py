@@ -135,6 +135,10 @@ DAMAGED = {
         "vocab.json": "{}", "tokenizer_config.json": '{"tokenizer_class": "GPT2Tokenizer"}',
     },
     "no file with a vocabulary": {"notes.txt": "milk"},
+    "it has no file with a vocabulary": {"tokenizer_config.json": '{"tokenizer_class": "AlbertTokenizer"}'},
+    "tokenizer.json is a folder, not a file": {
+        "tokenizer.json/a": "", "tokenizer_config.json": '{"tokenizer_class": "BertTokenizer"}',
+    },
 }  # fmt: skip
 
 
@@ -143,12 +147,24 @@ DAMAGED = {
 def test_damaged_file_is_named_in_plain_words(fault, use_hub, tmp_path):
     """'Unterminated string starting at: line 4106 column 9' named no file."""
     for name, content in DAMAGED[fault].items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content, encoding="utf-8")
     with pytest.raises(UserError) as error:
         load_tokenizer(str(tmp_path), remedy="pass another", use_hub=use_hub)
     start, _, rest = str(error.value).partition(fault)
     assert start.endswith("(") or "it has" in start
     assert rest.endswith("; pass another") and not any(c in rest for c in "`{\n")
+
+
+@pytest.mark.parametrize("name", ["no-such", "no/such", "a b", "no/such/name"])
+def test_name_that_the_hub_does_not_have_is_one_line_of_ours(name, monkeypatch):
+    """The Hub library's message is about its own offline mode, or about `repo_type`."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError) as error:
+        load_tokenizer(name, "--tokenizer", "pass another", use_hub=True)
+    reason = "the Hub does not answer, or has no tokenizer of that name"
+    what = f"'{name}' is neither a folder here nor on the Hub ({reason})"
+    assert str(error.value) == f"--tokenizer: {what}; pass another"
 
 
 def test_empty_folder_is_one_line_with_the_reason(tmp_path):
