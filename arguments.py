@@ -203,7 +203,7 @@ class LocalTrainingArguments(LocalOptions, group="Local training"):
         False,
         "Let the trainer of this --output_dir free the GPU after its local step, and stay in the run until --resume",
     )
-    resume: bool = flag(False, "Let the trainer of this --output_dir go on after --pause")
+    resume: bool = flag(False, "Let the trainer of this --output_dir continue after --pause")
     check: bool = flag(
         False, "Try everything that this trainer needs, print what is wrong and what to do, and exit, with code 0 or 1"
     )

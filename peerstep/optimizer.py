@@ -300,7 +300,7 @@ class CollaborativeOptimizer(_Interface):
     def pause(self, model: torch.nn.Module) -> None:
         """Take part in no step until `resume`, and free the device: the model and its gradients are on the CPU then.
 
-        The others do not wait. A round that runs goes on. Call it, and `resume`, between two local steps.
+        The others do not wait. A round that runs is not interrupted. Call it, and `resume`, between two local steps.
         """
         self.membership.is_paused = self.tracker.is_paused = True
         self.tracker.set_away(True)

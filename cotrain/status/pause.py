@@ -51,7 +51,7 @@ class PauseRule:
 
 
 def request_pause(folder: Path, pauses: bool) -> int:
-    """Let the trainer of an output folder pause, or go on; return the exit code: 0 if it runs."""
+    """Let the trainer of an output folder pause, or continue; return the exit code: 0 if it runs."""
     fault = find_fault(read_status(folder), folder)
     if not pauses:
         (folder / FILE_NAME).unlink(missing_ok=True)
