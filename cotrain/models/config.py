@@ -87,7 +87,9 @@ def read_fields(
             raise UserError(f"{flag}: {refusal}") from None
         remedy = "pass a config.json, a folder that has one, or one of "
         remedy += ", ".join(sorted(path.stem for path in CONFIGS.glob("*.json")))
-        raise UserError(f"{flag}: no model configuration at '{name:.200}' ({first_line(error)}); {remedy}") from None
+        is_here = is_inline(name) or file.exists()
+        reason = first_line(error) if is_here else "the Hub does not answer, or has no model of that name"
+        raise UserError(f"{flag}: no model configuration at '{name:.200}' ({reason}); {remedy}") from None
     if not (isinstance(model_type, str) and (classes := find_model_classes(model_type))):
         what = "those that transformers builds for causal or masked language modelling, such as llama or modernbert"
         raise UserError(f"{flag}: '{name:.200}' is a {model_type!s:.40} model; supported are {what}")

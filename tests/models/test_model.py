@@ -10,6 +10,7 @@ from arguments import LocalTrainingArguments
 from cotrain.common.argument_parser import parse_arguments
 from cotrain.common.errors import UserError
 from cotrain.models.device import choose_kernels, enable_gradient_checkpointing
+from cotrain.models.model import read_config
 from cotrain.peer.signed_settings import SETTINGS
 from cotrain.settings import Hyperparameters
 from cotrain.training.builders import build_local_optimizer, build_param_groups
@@ -19,6 +20,16 @@ from tests.support.families import FAMILIES
 from tests.support.models import build_model
 from tests.support.peers import TINY_CONFIGS
 from tests.support.swarm import CONFIG
+
+
+@pytest.mark.parametrize("name", ["no-such", "no/such"])
+def test_name_that_the_hub_does_not_have_is_one_line_of_ours(name, monkeypatch):
+    """The Hub library's message is about its cache, or its own offline mode."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError) as error:
+        read_config(name)
+    reason = "the Hub does not answer, or has no model of that name"
+    assert f"no model configuration at '{name}' ({reason}); pass" in str(error.value)
 
 
 @pytest.mark.parametrize("family", TINY_CONFIGS)
