@@ -110,6 +110,8 @@ def describe_status(status: TrainerStatus) -> list[tuple[str, str]]:
     next_step = f"{averaging}#{s.next_step} {wait}: {progress}"
     if s.later_step is not None:
         next_step = f"the run is at step #{s.later_step}: downloading its state first"
+    if s.paused:
+        next_step = "none before the end of the pause"
     rows = [
         ("Peer", f"{s.name} in run {s.run_id}, for {format_duration(s.time - s.started_at)}"),
         ("State", f"{state}, at step #{s.step}"),

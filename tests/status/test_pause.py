@@ -96,9 +96,9 @@ def test_pause_and_resume_reach_the_trainer_of_the_folder(tmp_path, capsys):
     write_status(tmp_path, make_status())
     assert request_pause(tmp_path, pauses=True) == 0 and rule.find_reason(10.0) == "until --resume"
     assert PauseRule(tmp_path).find_reason(0.0) == "until --resume", "also after a restart, as by a service"
-    assert (
-        dict(describe_status(make_status(paused="until --resume")))["State"] == "paused: until --resume, at step #39"
-    )
+    rows = dict(describe_status(make_status(paused="until --resume")))
+    assert rows["State"] == "paused: until --resume, at step #39"
+    assert rows["Next step"] == "none before the end of the pause"
     assert request_pause(tmp_path, pauses=False) == 0 and rule.find_reason(20.0) == ""
     assert "continues" in capsys.readouterr().out
     assert request_pause(tmp_path, pauses=True) == 0
