@@ -162,7 +162,7 @@ class SimulatedTime:
     and each look at a clock in a thread calls it: it blocks while the owner is frozen, and raises SystemExit once the
     owner has ended.
 
-    :param grain: threads wake at multiples of so many seconds. They look at something every 0.05 s or so, which is
+    :param grain: seconds; threads wake at multiples of it. They look at something every 0.05 s or so, which is
       most of the work; the times of the event loop are exact, or links would carry less
     """
 
@@ -215,7 +215,7 @@ class SimulatedTime:
                 self._working.add(work)
 
     def leap(self, seconds: float | None) -> bool:
-        """Let time pass until the next thread is due, at most so many seconds; False if nothing is ever due."""
+        """Let time pass until the next thread is due, for at most `seconds`; return False if nothing is ever due."""
         with self._lock:
             until = self._waiters[0][0] if self._waiters else math.inf
         until = min(until, math.inf if seconds is None else self._now + seconds)
