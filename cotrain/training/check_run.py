@@ -2,6 +2,7 @@
 
 import socket
 import time
+from dataclasses import replace
 from functools import partial
 
 import psutil
@@ -18,7 +19,8 @@ from cotrain.training.finding import Finding
 from cotrain.training.round_time import BITS, LINKS, hourly_gigabytes, round_seconds
 from peerstep.local_peer import LocalPeer
 from peerstep.peer.redial import find_tcp_endpoint
-from peerstep.reports.progress_report import read_progress
+from peerstep.progress.view import View
+from peerstep.reports.progress_report import PeerProgress, read_progress
 from peerstep.reports.records import get_records
 from peerstep.step.pace import SHORT
 
@@ -66,18 +68,25 @@ def measure_download(model: torch.nn.Module, peer: LocalPeer, args: TrainerOptio
     return f"step #{metadata['epoch']}, {received / 1e6:,.1f} MB in {seconds:.1f} s ({speed})"
 
 
+def view_run(dht: DHT, args: CollaborationOptions) -> View:
+    """Return what the trainers of the run report, for a peer that has none of its rounds."""
+    now = time.monotonic()
+    reports = read_progress(get_records(dht, f"{args.run_id}_training_progress"))
+    others = (replace(report, peer_id=peer.to_bytes(), reported_here=now) for peer, report in reports.items())
+    return View(PeerProgress(b""), tuple(others), now, now, args.target_batch_size)
+
+
 def check_rounds(dht: DHT, num_parameters: int, args: CollaborationOptions) -> Finding:
     """Tell how long a round takes with an upload of --bandwidth, or of some links."""
     bits = BITS[args.gradient_compression] + BITS[args.state_compression]
-    others = read_progress(get_records(dht, f"{args.run_id}_training_progress"))
-    trainers = max(2, min(1 + len(others), args.target_group_size))
+    view = view_run(dht, args)
+    trainers = max(2, min(1 + len(view.present), args.target_group_size))
     peers = 2 if args.client_mode else trainers  # in client mode, it sends each tensor once, as one of two does
     uploads = [args.bandwidth] if args.bandwidth else LINKS
     seconds = [max(1.0, round_seconds(num_parameters, peers, bits, upload)) for upload in uploads]
     times = ", ".join(f"{needed:.0f} s at {upload:g}" for needed, upload in zip(seconds, uploads, strict=True))
     text = f"one of {trainers} trainers with the parameters takes about {times} Mbit/s of upload"
-    rate = sum(other.samples_per_second for other in others.values())
-    if rate > 0:
+    if (rate := view.samples_per_second) > 0:
         gigabytes = hourly_gigabytes(num_parameters, peers, args, rate / args.target_batch_size)
         text += f"; about {gigabytes:.2g} GB of traffic an hour at the present speed of the run"
         usual = round_seconds(num_parameters, peers, BITS[args.gradient_compression], uploads[-1])

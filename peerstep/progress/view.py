@@ -129,6 +129,12 @@ class View:
         steps = sorted((progress.epoch for progress in self.live), reverse=True)
         return steps[min(1, len(steps) - 1)] if steps else None
 
+    @property
+    def samples_per_second(self) -> float:
+        """The rate of the other trainers; one counts for a few times as many samples as the others."""
+        rates = {progress.peer_id: progress.samples_per_second for progress in self.present}
+        return sum(cap_weights(rates, len(rates) - 1).values())
+
     # The next step
 
     @property

@@ -4,6 +4,7 @@ import math
 import re
 import socket
 import weakref
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from hivemind.p2p import PeerID
 
 from arguments import CollaborationArguments, LocalTrainingArguments
 from cotrain.common.errors import UserError
@@ -28,6 +30,7 @@ from cotrain.training.finding import Finding, attempt
 from cotrain.training.needs import Needs, missing_copies
 from peerstep.peer import processes
 from peerstep.peer.processes import ENOUGH_FILES, raise_file_limit
+from peerstep.reports.progress_report import MAX_SAMPLES
 from tests.support.dht_records import heartbeat
 
 PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
@@ -226,8 +229,9 @@ def test_report_counts_faults_and_says_what_to_do(monkeypatch, capsys):
 def measure(monkeypatch):
     """Return a function that checks the time of a round, in a run with some trainers."""
 
-    def measure(trainers: int = 7, **options) -> str:
-        records = dict(enumerate([{}, None, *[heartbeat(1.0, 5)] * trainers]))  # malformed ones are no trainers
+    def measure(trainers: int = 7, others: Sequence[dict] = (), **options) -> str:
+        values = [{}, None, *[heartbeat(1.0, 5)] * trainers, *others]  # malformed ones are no trainers
+        records = {PeerID(bytes([index])): value for index, value in enumerate(values)}
         monkeypatch.setattr(check_run, "get_records", lambda _dht, key: {"run_training_progress": records}[key])
         args = CollaborationArguments(run_id="run", **{"averaging_timeout": 300.0, **options})
         return check_rounds(None, ALBERT_LARGE, args).line
@@ -259,6 +263,16 @@ def test_check_tells_the_traffic_of_an_hour(measure):
     gigabytes = 7 * 2.5 / 4096 * 3600 * copies * ALBERT_LARGE * (16 + 16 / 8) / 8e9
     assert f"; about {gigabytes:.2g} GB of traffic an hour at the present speed" in measure()
     assert "traffic" not in measure(trainers=0)
+
+
+def test_check_believes_no_trainer_about_the_speed_of_the_run(measure):
+    """A paused trainer is not waited for, and a false rate counts for a few times as many samples as the others'."""
+    assert measure(others=[heartbeat(1.0, 5, away=True, samples_per_second=MAX_SAMPLES)]) == measure()
+    traffic = [
+        float(re.search(r"about ([\d.e+]+) GB of traffic", measure(6, [heartbeat(1.0, 5, samples_per_second=rate)]))[1])
+        for rate in (2.5, float(MAX_SAMPLES))
+    ]
+    assert traffic[1] < 2 * traffic[0]
 
 
 def test_check_names_the_target_for_which_rounds_are_short(measure):
