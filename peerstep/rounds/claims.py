@@ -114,13 +114,18 @@ def deal(step: int, listed: Mapping[PeerID, Claims], target_size: int | None) ->
     return groups
 
 
+def called_silent(members: Mapping[PeerID, Claims]) -> set[PeerID]:
+    """Return the peers that most other members, two or more, call silent."""
+    calls = Counter(tag for peer_id, claims in members.items() for tag in {*claims.silent} - {tag_of(peer_id)})
+    return {peer_id for peer_id in members if 2 * max(calls[tag_of(peer_id)], 1) > max(2, len(members) - 1)}
+
+
 def _without_silent(members: Mapping[PeerID, Claims]) -> dict[PeerID, Claims]:
-    """Return the claims of a group with a bandwidth of 0 for those that most other members, two or more, call silent.
+    """Return the claims of a group with a bandwidth of 0 for those that are called silent.
 
     If nobody were left to reduce, the claims stay as they are.
     """
-    calls = Counter(tag for peer_id, claims in members.items() for tag in {*claims.silent} - {tag_of(peer_id)})
-    silent = {peer_id for peer_id in members if 2 * max(calls[tag_of(peer_id)], 1) > max(2, len(members) - 1)}
+    silent = called_silent(members)
     if all(peer_id in silent or claims.bandwidth == 0 for peer_id, claims in members.items()):
         return dict(members)
     return {peer_id: replace(c, bandwidth=0.0) if peer_id in silent else c for peer_id, c in members.items()}

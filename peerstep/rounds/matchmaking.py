@@ -27,7 +27,7 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils import get_logger
 from hivemind.utils.crypto import RSAPrivateKey
 
-from peerstep.rounds.claims import PROOF_BYTES, deal, parse_claims, rank
+from peerstep.rounds.claims import PROOF_BYTES, called_silent, deal, parse_claims, rank
 from peerstep.rounds.conduct import Conduct
 from peerstep.rounds.known_peers import KnownPeers, parse_list, read_peer_id
 from peerstep.rounds.requests import JoinRequests, Request
@@ -109,6 +109,8 @@ class StepMatchmaking(Matchmaking):
         self.is_split = False  # whether its list had other groups
         self.roster: dict[PeerID, RosterEntry] = {}
         self.missed: dict[PeerID, str] = {}  # peers of the roster that are not in the last group, and why
+        # Whom most members of the last list call silent. They have no share, and so cannot answer
+        self._called_silent: set[PeerID] = set()
         self._absences: Counter[PeerID] = Counter()  # consecutive rounds that a peer has missed
         # Those of the newest groups; who returns, as after a partition, is not missed before it was in one
         self._lists: deque[Collection[PeerID]] = deque(maxlen=MAX_ABSENCES)
@@ -155,6 +157,8 @@ class StepMatchmaking(Matchmaking):
         """Return the peers that may lead, best first. Peers new to the run may lead only if there are no others."""
         nodes = [entry for entry in self.roster.values() if not entry.is_client]
         nodes = [entry for entry in nodes if self.conduct.may_lead(entry.peer_id)]
+        # Those who call it silent would follow another leader than the rest.
+        nodes = [entry for entry in nodes if entry.peer_id not in self._called_silent] or nodes
         established = [entry for entry in nodes if entry.is_established and not entry.is_away]
         step = search.control.step
         return sorted((entry.peer_id for entry in established or nodes), key=lambda peer_id: rank(step, peer_id))
@@ -227,6 +231,7 @@ class StepMatchmaking(Matchmaking):
         claims = {peer_id: parse_claims(entry[:-PROOF_BYTES]) for peer_id, entry in entries.items()}
         self._known.record_members(leader, claims)
         search.listed, self.led_by = claims.keys(), leader
+        self._called_silent = called_silent(claims)
         groups = deal(search.control.step, claims, self.target_group_size)
         self.is_split = len(groups) > 1
         return next(group for group in groups if self.peer_id in group)

@@ -524,6 +524,23 @@ async def test_reducers_that_are_silent_for_most_members_get_no_share_for_a_whil
     assert peer.conduct.silent == [ids[3]], "the time of the other is over"
 
 
+async def test_who_is_called_silent_leads_nobody():
+    """Those that have seen it silent followed another leader than the rest: two groups, each half of the others' size.
+
+    Whoever has no share answers nothing, and so stays silent for ten minutes after a fault of a link has ended.
+    """
+    network, ids = make_network(4)
+    for peer_id in ids[:2]:
+        for _ in range(conduct.MAX_SILENCES):
+            record_round(network.peers[peer_id], [ids[2]], ids, ids[0])
+    network.know(ids)
+    await network.find(ids)
+    number = next(n for n in itertools.count(2) if sorted(ids, key=lambda one: rank(n, one))[:2] == [ids[2], ids[0]])
+    groups = await network.find(ids, number)
+    assert {group.group_id for group in groups} == {groups[0].group_id} and len(groups[0].peer_ids) == 4
+    assert {peer.led_by for peer in network.peers.values()} == {ids[0]}
+
+
 async def test_silence_counts_only_in_a_group_that_others_confirm():
     """A leader that tells each member of another group makes all others look silent."""
     leader, *_, own = ids = make_ids(5)
