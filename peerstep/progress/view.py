@@ -2,13 +2,13 @@
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from hivemind.p2p import PeerID
 
-from peerstep.reports.marks import Side, is_forked
+from peerstep.reports.marks import Position, Side, is_forked
 from peerstep.reports.progress_report import LACKING, PeerProgress
 from peerstep.rounds.matchmaking import RosterEntry
 from peerstep.rounds.relative_bounds import cap_weights
@@ -84,15 +84,20 @@ class View:
     @cached_property
     def outranking(self) -> PeerProgress | None:
         """A trainer of the side that this peer must join, as the newest reports show."""
-        own, found = Side(self.own.position, 1 + len(self.side)), []
+        own, found = self._side_at(self.own.position, [self.own, *self.side]), []
         for progress in self.present:
             position = progress.position
             if position.is_apart_from(own.position):
                 # Counted, not claimed: a side is as large as the number of its reports.
-                side = Side(position, sum(not other.position.is_apart_from(position) for other in self.present))
+                side = self._side_at(position, self.present)
                 if side.outranks(own):
                     found.append((side.size, progress.epoch, progress))
         return max(found, key=lambda entry: entry[:2], default=(None,))[-1]
+
+    @staticmethod
+    def _side_at(position: Position, trainers: Iterable[PeerProgress]) -> Side:
+        members = [progress for progress in trainers if not progress.position.is_apart_from(position)]
+        return Side(position, len(members), is_offered=not all(progress.client_mode for progress in members))
 
     @property
     def side_to_join(self) -> PeerProgress | None:

@@ -80,12 +80,14 @@ class Side:
 
     position: Position
     size: int  # number of trainers
+    is_offered: bool = True  # whether one of them is public: nobody can download a state from the others
 
     def outranks(self, other: "Side") -> bool:
         """Whether the trainers of another side, which is apart, join this one. Both come to the same decision.
 
-        The smaller side joins the larger one, whatever steps and marks it claims. Who has taken no step joins anybody
-        who has. Without a common mark, of two sides of one size that without marks joins, or the lower step.
+        The smaller side joins the larger one, whatever steps and marks it claims; of two sides of one size that of
+        clients joins. Who has taken no step joins anybody who has. Without a common mark, of two sides of one size
+        that without marks joins, or the lower step.
         """
         own, others = self.position, other.position
         different = different_marks(own.marks, others.marks)
@@ -94,5 +96,5 @@ class Side:
             return (*mine, bool(own.marks), own.step) > (*theirs, bool(others.marks), others.step)
         if different:  # the IDs of one step, which no longer changes
             own_id, other_id = different[-1]
-            return (self.size, own_id) > (other.size, other_id)
-        return (self.size, own.step) > (other.size, others.step)
+            return (self.size, self.is_offered, own_id) > (other.size, other.is_offered, other_id)
+        return (self.size, self.is_offered, own.step) > (other.size, other.is_offered, others.step)

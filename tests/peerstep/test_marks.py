@@ -41,6 +41,15 @@ def test_both_sides_come_to_the_same_decision(own, own_size, other, other_size, 
         assert own_side.outranks(other_side) is not expected
 
 
+@pytest.mark.parametrize("public", [Position(30, marks("aaa")), Position(40, marks("abbb"))])
+def test_client_joins_the_public_trainer_whatever_it_has_done_alone(public):
+    """Nobody can download its state: a public trainer at a lower step asked for it for ever."""
+    client = Position(40, marks("accc"))
+    sides = [Side(public, 1), Side(client, 1, is_offered=False)]
+    assert sides[0].outranks(sides[1]) and not sides[1].outranks(sides[0])
+    assert Side(client, 2, is_offered=False).outranks(sides[0]), "one public key moves no two clients"
+
+
 def test_marks_are_the_newest_of_one_history():
     newest = ()
     for step in range(8, 90, 8):

@@ -251,6 +251,19 @@ def test_two_clients_and_their_public_trainer_average_again_once_they_reach_it(f
         assert all(outcomes.count("averaged") >= 6 for outcomes in found), scenario.describe()
 
 
+def test_client_that_was_ahead_alone_joins_the_slower_public_trainer():
+    """The line between two friends was down for minutes: the public trainer asked for a state that nobody offers."""
+    with Scenario(3, target_batch_size=60) as scenario:
+        public, client = scenario.add(speed=0.3), scenario.add(speed=0.9, client=True)
+        scenario.reach(4)
+        scenario.partition([client])
+        scenario.wait(250.0)
+        assert client.step > public.step + 4
+        scenario.heal()
+        scenario.unite()
+        assert client.downloads and not public.downloads, scenario.describe()
+
+
 def test_trainer_that_dies_sends_nobody_looking_for_its_step():
     """Its last report looks alive for 15 seconds, in which the others take some steps."""
     with Scenario(15, target_batch_size=110) as scenario:
