@@ -67,11 +67,9 @@ def digest(module: str) -> str:
 
 
 def catalogue_rows() -> dict[str, str]:
-    """Return the rows of the catalogue's tables: first column -> the whole line."""
-    return {
-        match[1]: match[0]
-        for match in re.finditer(r"^\| `([a-z][a-z-]*)` \|.*$", CATALOGUE.read_text(encoding="utf-8"), re.M)
-    }
+    """Return the rows of the catalogue's lists: name -> the whole row."""
+    text = CATALOGUE.read_text(encoding="utf-8")
+    return {match[1]: match[0] for match in re.finditer(r"^- `([a-z][a-z-]*)`(?: †)?: .*(?:\n  .*)*", text, re.M)}
 
 
 def overridden_modules() -> Iterator[tuple[str, str]]:
