@@ -12,7 +12,7 @@ MAX_MESSAGE_LENGTH = 500  # of a message; a repr of an exception may have many m
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A row of the table."""
+    """A message of the table."""
 
     message: str  # fixed words of a message that a peer logs or ends with, in their order; … stands for anything
     action: str  # what to do; links are plain text
@@ -25,10 +25,10 @@ class Diagnosis:
 
 @cache
 def read_diagnoses() -> tuple[Diagnosis, ...]:
-    """Return the rows of the table, in their order."""
+    """Return the messages of the table, in their order; a row may have several."""
     text = re.sub(r"\[([^]]*)\]\((?:\.\./)*([^)]*)\)", r"\1 (\2)", TABLE.read_text(encoding="utf-8"))  # links
     rows = re.findall(r"^\| `(.*)` \| .* \| (.*) \|$", text, re.MULTILINE)
-    return tuple(Diagnosis(*row) for row in rows)
+    return tuple(Diagnosis(message, action) for messages, action in rows for message in messages.split("`, `"))
 
 
 def diagnose(text: str) -> Diagnosis | None:
