@@ -10,8 +10,9 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-from cotrain.common.errors import UserError, run_script
+from cotrain.common.errors import UserError, announce_imports, run_script
 from cotrain.common.flags import Flags, flag
+from cotrain.common.run_folder import find_checkpoint
 
 POSITIONAL = {
     "CHECKPOINT": "Checkpoint, or output folder, of which the newest complete checkpoint is taken",
@@ -33,16 +34,15 @@ def main() -> None:
     from cotrain.common.argument_parser import ArgumentParser
 
     args, positional = ArgumentParser([ExportArguments], __doc__, POSITIONAL).parse().arguments
-    # Seconds of imports, which --help and a wrong flag need not wait for.
+    checkpoint, out = find_checkpoint(Path(positional.CHECKPOINT)), Path(positional.OUT)
+    announce_imports()
     from transformers.utils.logging import set_verbosity_error
 
     from cotrain.common.atomic_files import make_parent, new_folder
     from cotrain.monitoring.export import export, export_size
-    from cotrain.training.pretrained import find_checkpoint
 
     set_verbosity_error()
     warnings.simplefilter("ignore")
-    checkpoint, out = find_checkpoint(Path(positional.CHECKPOINT)), Path(positional.OUT)
     make_parent(out)
     size, free = export_size(checkpoint), shutil.disk_usage(out.parent).free
     print(f"Writing {checkpoint} to {out}: {size / 1e9:.2f} GB; {free / 1e9:.2f} GB are free on that disk")

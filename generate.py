@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from cotrain.common.errors import UserError, first_line, run_script
+from cotrain.common.errors import UserError, announce_imports, first_line, run_script
 from cotrain.common.flags import Flags, flag
+from cotrain.common.run_folder import find_checkpoint
 
 POSITIONAL = {
     "CHECKPOINT": "Checkpoint, or output folder, of which the newest complete checkpoint is taken",
@@ -143,17 +144,17 @@ def main() -> None:
     from cotrain.common.argument_parser import ArgumentParser
 
     args, positional = ArgumentParser([GenerateArguments], __doc__, POSITIONAL).parse().arguments
-    # Seconds of imports, which --help and a wrong flag need not wait for.
+    text, folder = positional.TEXT, Path(positional.CHECKPOINT)
+    checkpoint = find_checkpoint(folder)
+    announce_imports()
     import torch
     from transformers.utils.logging import set_verbosity_error
 
     from cotrain.monitoring.samples import is_causal
-    from cotrain.training.pretrained import find_checkpoint, load_checkpoint
+    from cotrain.training.pretrained import load_checkpoint
 
     set_verbosity_error()  # silence "unused weights": the sentence-order head
     warnings.simplefilter("ignore")
-    text, folder = positional.TEXT, Path(positional.CHECKPOINT)
-    checkpoint = find_checkpoint(folder)
     if checkpoint != folder:
         print(f"Checkpoint: {checkpoint}")
     model, tokenizer = load_checkpoint(checkpoint)

@@ -17,7 +17,7 @@ import sys
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 
-from cotrain.common.errors import UserError, run_script
+from cotrain.common.errors import UserError, announce_imports, run_script
 from cotrain.common.flags import Flags, flag, require
 
 
@@ -61,6 +61,7 @@ def main() -> None:
 
 
 def invite(args: InvitationArguments) -> None:
+    announce_imports()
     from cotrain.admission.invitations import load_identity, make_invitation, save_invitation
     from cotrain.admission.revocations import record_invitation
 
@@ -79,6 +80,7 @@ def invite(args: InvitationArguments) -> None:
 
 
 def revoke(args: RevocationArguments) -> None:
+    announce_imports()
     from cotrain.admission.invitations import load_identity, load_invitation
     from cotrain.admission.revocations import find_invitations, revoke_invitations
 

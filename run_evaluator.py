@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from arguments import BaseTrainingArguments, DatasetArguments, ReportingArguments
-from cotrain.common.errors import UserError, run_script
+from cotrain.common.errors import UserError, announce_imports, run_script
 from cotrain.common.flags import flag
 from cotrain.common.signals import StopSignal
 from cotrain.settings import Hyperparameters
@@ -53,7 +53,9 @@ def main() -> None:
         from cotrain.common.argument_parser import ArgumentParser
 
         line = ArgumentParser(ARGUMENTS, __doc__).parse()
-        # Imports take seconds, which --help and usage errors do not need.
+        if not line.arguments[1].initial_peers:
+            raise UserError("--initial_peers is missing: pass the address of a peer of the run")
+        announce_imports()
         from cotrain.peer.adoption import find_run_config
 
         evaluate(find_run_config(line, stop), stop)
@@ -77,8 +79,6 @@ def evaluate(entry, stop: StopSignal) -> None:
 
     args, peer_args, dataset_args, hyperparameters = entry.arguments
     logger, run_id, output_dir = get_logger(__name__), peer_args.run_id, Path(args.output_dir)
-    if not peer_args.initial_peers:
-        raise UserError("--initial_peers is missing: pass the address of a peer of the run")
     task = load_task(dataset_args, entry.adopted, has_weights=True, disable_tqdm=args.disable_tqdm)
     options = args.max_eval_samples, args.per_device_eval_batch_size, args.use_cpu, args.disable_tqdm
     evaluator = Evaluator(task, stop.is_set, *options)

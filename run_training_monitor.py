@@ -18,7 +18,7 @@ from pathlib import Path
 
 from arguments import BaseTrainingArguments, ModelArguments, ProgressTrackerArguments, ReportingArguments
 from cotrain.common.alerts import Alerts, announced_end
-from cotrain.common.errors import run_script
+from cotrain.common.errors import announce_imports, run_script
 from cotrain.common.flags import ArgumentsError, flag, parse_repo_id
 from cotrain.common.signals import StopSignal
 from cotrain.options import Adopted
@@ -109,7 +109,7 @@ def main() -> None:
         from cotrain.common.argument_parser import ArgumentParser
 
         line = ArgumentParser(ARGUMENTS, __doc__).parse()
-        # Imports take seconds, which --help and usage errors do not need.
+        announce_imports()
         from cotrain.peer.adoption import find_run_config
 
         entry = find_run_config(line, stop, is_monitor=True)
@@ -198,6 +198,8 @@ def load_model(args: TrainingMonitorArguments, run_args: RunArguments, adopted: 
 
 def check_accounts(args: TrainingMonitorArguments, task, run_id: str):
     """Check that this machine may write to --space_id and --repo_id; return what the card of the latter says."""
+    if args.space_id is None and args.repo_id is None:
+        return None
     from cotrain.monitoring.hub_upload import check_repo, require_token
     from cotrain.monitoring.model_card import CardMetadata
 
@@ -212,11 +214,11 @@ def check_accounts(args: TrainingMonitorArguments, task, run_id: str):
 
 def open_uploader(stack: ExitStack, peer, metadata, contributors, args: TrainingMonitorArguments, peer_args):
     """Return the uploader to --repo_id, if there is one; the stack closes it."""
+    if metadata is None:
+        return None
     from cotrain.monitoring.hub_upload import HubUploader
     from cotrain.peer.addresses import choose_maddrs
 
-    if metadata is None:
-        return None
     initial_peers = choose_maddrs(peer.dht.get_visible_maddrs(), peer_args.use_ipfs, least=3)
     options = Path(args.output_dir), args.upload_interval, args.private_repo, args.upload_training_state
     return stack.enter_context(closing(HubUploader(metadata, contributors, initial_peers, *options)))

@@ -26,7 +26,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
-from cotrain.common.errors import run_script
+from cotrain.common.errors import announce_imports, run_script
 from cotrain.common.flags import ArgumentsError, Flags, flag, parse_size, require, require_apart
 from cotrain.common.progress_bar import ProgressBar
 from cotrain.data.manifest import Manifest
@@ -164,6 +164,7 @@ def main() -> None:
     if not sys.stderr.isatty():
         os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # they write hundreds of lines into a log
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: an exception, which removes temporary files
+    announce_imports()
     from cotrain.data.archive import DATASET, TOKENIZER, unpack_head, write_archive
     from cotrain.data.archive_folders import write_receipt
     from cotrain.preparation.saving import summarize

@@ -57,6 +57,8 @@ class PeerOptions(RunSettings):
                 check_peer(f"--{name}", peer)
         if self.invitation is not None and self.identity_path is not None:
             raise ArgumentsError("--invitation contains an identity: drop --identity_path")
+        is_file = self.invitation is None or Path(self.invitation).is_file()
+        require(is_file, f"--invitation: there is no file '{self.invitation}'; pass the file of the organiser")
         if self.use_ipfs and any("/tcp/" in peer for peer in self.initial_peers):
             raise ArgumentsError("--use_ipfs needs no host and port: pass only the /p2p/XXXX part in --initial_peers")
         require(self.use_auto_relay or not self.trusted_relays, "--trusted_relays also needs --use_auto_relay")
@@ -148,6 +150,9 @@ class ModelOptions(ModelSettings):
         super().__post_init__()
         is_text = self.task is None or self.lora_rank is None
         require(is_text, "--lora_rank is for language models: drop it, and use peft in the file of --task")
+        name = self.model_name_or_path
+        is_there = not name.startswith((".", "/", "~")) or Path(name).exists()
+        require(is_there, f"--model_name_or_path: there is no file or folder '{name}'; pass its path")
         if self.task is not None:
             require(Path(self.task).is_file(), f"--task: there is no file '{self.task}'; pass its path")
 

@@ -4,6 +4,7 @@ import errno
 import io
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
@@ -24,6 +25,11 @@ INSTALL = {
     "wandb": "pip install -r requirements.txt",
     "tensorboard": "pip install tensorboard",
 }
+
+
+# Seconds after which a script says that it loads libraries: --help takes 0.6, beside ten busy processes on two cores 6
+FIRST_WORD_SECONDS = 1.0
+_first_word = threading.Lock()  # taken by who says it
 
 
 class UserError(PeerError):
@@ -119,6 +125,16 @@ def _keep_writing(stream: TextIO | None, descriptor: int) -> TextIO:
     return io.TextIOWrapper(file, encoding, "backslashreplace", line_buffering=True)
 
 
+def announce_imports() -> None:
+    """Print once, before PyTorch is imported, that the script loads libraries.
+
+    They take 5 CPU seconds, a minute beside ten busy processes, and minutes from a cold disk.
+    """
+    if "torch" not in sys.modules and _first_word.acquire(blocking=False):
+        name = Path(sys.argv[0]).name
+        print(f"{name}: loading PyTorch and other libraries (seconds; on a busy machine a minute)", file=sys.stderr)
+
+
 def run_script(main: Callable[[], None]) -> None:
     """Run a script's `main`; on an exception print one line to stderr, and a hint if one is known, and exit.
 
@@ -130,6 +146,9 @@ def run_script(main: Callable[[], None]) -> None:
     if "NO_COLOR" in os.environ:
         os.environ.setdefault("HIVEMIND_COLORS", "false")  # read when hivemind is imported
     sys.stdout, sys.stderr = _keep_writing(sys.stdout, 1), _keep_writing(sys.stderr, 2)
+    timer = threading.Timer(FIRST_WORD_SECONDS, announce_imports)
+    timer.daemon = True
+    timer.start()
     try:
         main()
         return sys.stdout.flush()

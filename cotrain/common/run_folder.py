@@ -1,4 +1,4 @@
-"""The run of an output folder.
+"""The run of an output folder, and the checkpoints in it.
 
 A folder belongs to one run at a time: volunteers of several runs all have `outputs`. What another run has left in it
 is moved to `other-runs/RUN_ID` inside, and back once a peer of that run starts again.
@@ -8,10 +8,12 @@ import contextlib
 import hashlib
 import json
 import logging
+import re
 import time
 from pathlib import Path
 from urllib.parse import quote
 
+from cotrain.common.errors import UserError
 from cotrain.common.json_file import write_json
 
 logger = logging.getLogger(__name__)
@@ -26,6 +28,11 @@ PATTERNS = (
     "contributors.json",
     "wandb_run_id",
 )
+CHECKPOINT_REMEDY = (
+    "pass a folder with config.json, model.safetensors and a tokenizer, or an --output_dir with a checkpoint"
+)
+ADAPTERS = "adapter_config.json"  # of peft
+_CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 MAX_NAME = 200  # bytes of a folder's name: most file systems take 255
 
 
@@ -50,6 +57,29 @@ def find_run(folder: Path) -> str | None:
                 if run_id := json.loads(path.read_text(encoding="utf-8"))["run_id"]:  # none while a trainer starts
                     return str(run_id)
     return None
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """List the checkpoints in a folder, highest step first, by name: modification times are not reliable."""
+    found = [path for path in folder.glob("checkpoint-*") if path.is_dir() and _CHECKPOINT_NAME.fullmatch(path.name)]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def step_of(path: Path) -> int:
+    return int(_CHECKPOINT_NAME.fullmatch(path.name)[1])
+
+
+def find_checkpoint(folder: Path) -> Path:
+    """Return a folder if it is a checkpoint, otherwise the newest complete checkpoint in it.
+
+    :raises UserError: if there is none
+    """
+    for path in (folder, *list_checkpoints(folder)):
+        has_files = any((path / name).is_file() for name in ("config.json", ADAPTERS))
+        if has_files and (path / "tokenizer_config.json").is_file() and any(path.glob("*model.safetensors*")):
+            return path
+    fault = f"there is no complete checkpoint in '{folder}'" if folder.is_dir() else f"there is no folder '{folder}'"
+    raise UserError(f"CHECKPOINT: {fault}; {CHECKPOINT_REMEDY}")
 
 
 def _folder_name(run_id: str) -> str:

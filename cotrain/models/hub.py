@@ -9,12 +9,12 @@ from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 
 from cotrain.common.errors import TemporaryError, UserError, first_line
 from cotrain.common.hosts import MAX_DOWNLOAD_BYTES
+from cotrain.common.run_folder import ADAPTERS
 from cotrain.models.config import find_refusal
 from cotrain.options import Adopted, ModelOptions
 
 logger = logging.getLogger(__name__)
 
-ADAPTERS = "adapter_config.json"  # of peft
 ADAPTED = "--model_name_or_path: '{}' has adapters: merge or remove them, see docs/fine-tuning.md"
 MAX_FILE_BYTES = 10e6  # of a file beside the weights; the index of 400 billion parameters has 0.2 MB
 _WEIGHTS = re.compile(r"model(-[0-9]{5}-of-[0-9]{5})?\.safetensors")

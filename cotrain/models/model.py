@@ -20,9 +20,10 @@ from transformers.utils import cached_file
 from transformers.utils.logging import disable_progress_bar
 
 from cotrain.common.errors import UserError, first_line
+from cotrain.common.run_folder import ADAPTERS
 from cotrain.common.seeds import derive_seed
 from cotrain.models.config import CONFIGS, find_model_classes, is_inline, is_published_name, read_fields
-from cotrain.models.hub import ADAPTED, ADAPTERS, build_hub_options, fetch_files
+from cotrain.models.hub import ADAPTED, build_hub_options, fetch_files
 from cotrain.models.objectives import OBJECTIVES
 from cotrain.models.vocabulary import vocabulary_size
 from cotrain.options import Adopted, ModelOptions

@@ -12,10 +12,10 @@ from transformers import PreTrainedTokenizerBase
 
 from cotrain.common.errors import UserError, first_line
 from cotrain.common.progress_bar import ProgressBar
+from cotrain.common.run_folder import list_checkpoints, step_of
 from cotrain.models.model import build_without_weights, get_objective, read_config
 from cotrain.monitoring.model_card import escape_markdown
 from cotrain.monitoring.samples import is_causal
-from cotrain.training.checkpoints import list_checkpoints, step_of
 from cotrain.training.pretrained import find_base, load_checkpoint
 
 _LICENSES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*", "Notice*", "License*")

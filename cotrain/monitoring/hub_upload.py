@@ -20,9 +20,10 @@ from cotrain.common.atomic_files import temporary_folder
 from cotrain.common.backoff import Backoff
 from cotrain.common.errors import TemporaryError, UserError, describe
 from cotrain.common.json_file import read_records, write_json
+from cotrain.common.run_folder import list_checkpoints
 from cotrain.monitoring.contributors import Contributors
 from cotrain.monitoring.model_card import CardMetadata, build_card, build_card_data
-from cotrain.training.checkpoints import STATE_FILE, list_checkpoints
+from cotrain.training.checkpoints import STATE_FILE
 
 logger = get_logger(__name__)
 

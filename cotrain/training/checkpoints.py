@@ -8,7 +8,6 @@ Readers never see an incomplete checkpoint. A failed write leaves the previous c
 
 import itertools
 import json
-import re
 import shutil
 import time
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from safetensors.torch import save_model
 
 from cotrain.common.atomic_files import new_folder
 from cotrain.common.errors import first_line
+from cotrain.common.run_folder import list_checkpoints, step_of
 from cotrain.task import Task
 from peerstep.state.averager import TrainingStateAverager
 from peerstep.state.layout import all_finite
@@ -28,7 +28,6 @@ logger = get_logger(__name__)
 
 STATE_FILE = "training_state.pt"
 _FORMAT = 2
-_CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 
 
 @dataclass
@@ -81,12 +80,6 @@ def save_checkpoint(folder: Path, task: Task, model: torch.nn.Module, state: Sav
     return path
 
 
-def list_checkpoints(folder: Path) -> list[Path]:
-    """List the checkpoints in a folder, highest step first, by name: modification times are not reliable."""
-    found = [path for path in folder.glob("checkpoint-*") if path.is_dir() and _CHECKPOINT_NAME.fullmatch(path.name)]
-    return sorted(found, key=step_of, reverse=True)
-
-
 def restore_newest(folder: Path, run_id: str, averager: TrainingStateAverager) -> SavedState | None:
     """Restore and return the newest checkpoint that is readable and fits the model; warn of each newer one."""
     for path in list_checkpoints(folder):
@@ -132,7 +125,3 @@ def rotate_checkpoints(newest: Path, keep: int, keep_hourly: int = 0) -> None:
 def _set_aside(path: Path) -> Path:
     """Rename a folder so that it is no checkpoint any more, and return its new path."""
     return path.rename(path.with_name(f"{path.name}.{time.time_ns()}"))
-
-
-def step_of(path: Path) -> int:
-    return int(_CHECKPOINT_NAME.fullmatch(path.name)[1])

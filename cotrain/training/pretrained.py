@@ -12,13 +12,13 @@ from safetensors import safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.common.errors import UserError, first_line
+from cotrain.common.run_folder import ADAPTERS, CHECKPOINT_REMEDY
 from cotrain.data.tokenizers import load_tokenizer
 from cotrain.models.config import find_model_classes
-from cotrain.models.hub import ADAPTED, ADAPTERS, fetch_files
+from cotrain.models.hub import ADAPTED, fetch_files
 from cotrain.models.model import get_objective, read_config, set_objective
 from cotrain.models.objectives import OBJECTIVES
 from cotrain.models.pretrained import open_weights, set_generation
-from cotrain.training.checkpoints import list_checkpoints
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -30,20 +30,6 @@ _ADAPTER_FIELDS = (
     "task_type modules_to_save rank_pattern alpha_pattern use_rslora use_dora layers_to_transform layers_pattern "
     "trainable_token_indices"
 )
-_REMEDY = "pass a folder with config.json, model.safetensors and a tokenizer, or an --output_dir with a checkpoint"
-
-
-def find_checkpoint(folder: Path) -> Path:
-    """Return a folder if it is a checkpoint, otherwise the newest complete checkpoint in it.
-
-    :raises UserError: if there is none
-    """
-    for path in (folder, *list_checkpoints(folder)):
-        has_files = any((path / name).is_file() for name in ("config.json", ADAPTERS))
-        if has_files and (path / "tokenizer_config.json").is_file() and any(path.glob("*model.safetensors*")):
-            return path
-    fault = f"there is no complete checkpoint in '{folder}'" if folder.is_dir() else f"there is no folder '{folder}'"
-    raise UserError(f"CHECKPOINT: {fault}; {_REMEDY}")
 
 
 def find_base(folder: Path) -> tuple[str, "LoraConfig | None"]:
@@ -77,7 +63,7 @@ def load_checkpoint(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerB
 
     :raises UserError: if it is no checkpoint of a supported model
     """
-    tokenizer = load_tokenizer(str(folder), flag="CHECKPOINT", remedy=_REMEDY)
+    tokenizer = load_tokenizer(str(folder), flag="CHECKPOINT", remedy=CHECKPOINT_REMEDY)
     source, adapters = find_base(folder)
     options = {} if adapters is None else {"revision": adapters.revision}
     is_here = Path(source).is_dir()
@@ -100,10 +86,10 @@ def load_checkpoint(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerB
             if names != set(get_peft_model_state_dict(model)):
                 raise ValueError("adapters are missing")
     except Exception as error:
-        reason = first_line(error)
-        raise UserError(f"CHECKPOINT: the weights of '{folder}' cannot be read ({reason}); {_REMEDY}") from None
+        what = f"the weights of '{folder}' cannot be read ({first_line(error)})"
+        raise UserError(f"CHECKPOINT: {what}; {CHECKPOINT_REMEDY}") from None
     if info["missing_keys"]:
         missing = ", ".join(sorted(info["missing_keys"])[:3])
-        raise UserError(f"CHECKPOINT: '{folder}' lacks weights of a language model ({missing}); {_REMEDY}")
+        raise UserError(f"CHECKPOINT: '{folder}' lacks weights of a language model ({missing}); {CHECKPOINT_REMEDY}")
     is_small = adapters is None and model.num_parameters() < MAX_FLOAT  # an export in bf16 may be large
     return (model.float() if is_small else model).eval(), tokenizer

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cotrain.common.alerts import Alerts, announced_end
-from cotrain.common.errors import TemporaryError, UserError, require_packages
+from cotrain.common.errors import TemporaryError, UserError, announce_imports, require_packages
+from cotrain.common.run_folder import list_checkpoints, step_of
 from cotrain.common.signals import StopSignal
 from cotrain.options import NOTHING, TrainerOptions
 from cotrain.status.pause import request_pause
@@ -34,8 +35,8 @@ def start_trainer(
         for name in ("pause", "resume"):
             if command_line.values.get(name):
                 sys.exit(request_pause(Path(args.training.output_dir), name == "pause"))
-        # These imports take seconds, which --help and usage errors do not need.
         if command_line.values.get("check"):
+            announce_imports()
             from cotrain.training.check import check_trainer
 
             sys.exit(check_trainer(command_line, stop))
@@ -46,6 +47,7 @@ def start_trainer(
                 "--initial_peers is missing: pass the address that the monitor or a trainer of the run prints. To "
                 "begin a run, prepare its data first with ./tokenize_wikitext103.py, or pass --dataset_url"
             )
+        announce_imports()
         with recorded_start(Path(args.training.output_dir)):
             from cotrain.peer.adoption import find_run_config
             from cotrain.peer.tunnel import open_tunnel
@@ -63,8 +65,6 @@ def start_trainer(
 
 def _exit_if_finished(folder: Path) -> None:
     """Exit with 0 if the newest checkpoint is of the last step: a service has started a trainer whose run is over."""
-    from cotrain.training.checkpoints import list_checkpoints, step_of
-
     with contextlib.suppress(IndexError, OSError, ValueError, KeyError, TypeError):  # no checkpoint, or an older one
         newest = list_checkpoints(folder)[0]
         last_step = json.loads((newest / "collaboration.json").read_text(encoding="utf-8"))["last_step"]

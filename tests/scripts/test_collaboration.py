@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AlbertForPreTraining, AutoTokenizer
 
+from cotrain.common.run_folder import find_checkpoint
 from cotrain.monitoring.samples import build_pipeline, fill_masks
 from cotrain.training.checkpoints import list_checkpoints
-from cotrain.training.pretrained import find_checkpoint, load_checkpoint
+from cotrain.training.pretrained import load_checkpoint
 from tests.support.peers import LONG_STEPS, join_together
 
 

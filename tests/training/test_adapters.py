@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Ll
 
 from arguments import DatasetArguments, ModelArguments
 from cotrain.common.errors import UserError
+from cotrain.common.run_folder import find_checkpoint
 from cotrain.models import model as models
 from cotrain.models import pretrained
 from cotrain.models.adapters import add_adapters
@@ -29,7 +30,7 @@ from cotrain.monitoring.export import export
 from cotrain.options import NOTHING, Adopted
 from cotrain.tasks.task_loading import build_initial_model, load_task
 from cotrain.training.builders import build_param_groups
-from cotrain.training.pretrained import find_checkpoint, load_checkpoint
+from cotrain.training.pretrained import load_checkpoint
 from tests.support.conversations import make_chat_tokenizer
 from tests.support.peers import prepare_data
 

@@ -1,0 +1,76 @@
+"""The first line of a script: before it waits for PyTorch, and not at all for what is known without it."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.peers import ROOT
+
+PEER = "/ip4/127.0.0.1/tcp/9/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+LINE = r"{script}: loading PyTorch and other libraries .*\n"
+
+
+def start(script: str, folder: Path, modules: dict[str, str], *args: str) -> subprocess.Popen:
+    """Start a script with other modules in the place of libraries (name -> text)."""
+    for name, text in modules.items():
+        (folder / f"{name}.py").write_text(text, encoding="utf-8")
+    command, env = [sys.executable, str(ROOT / script), *args], {**os.environ, "PYTHONPATH": str(folder)}
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen(command, cwd=folder, env=env, **streams, encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("script", "args"),
+    [
+        ("run_trainer.py", ["--initial_peers", PEER]),
+        ("run_trainer.py", ["--check"]),
+        ("run_custom_trainer.py", ["--initial_peers", PEER]),
+        ("run_training_monitor.py", []),
+        ("run_evaluator.py", ["--initial_peers", PEER]),
+        ("tokenize_wikitext103.py", ["--sample", "--train_tokenizer"]),
+        ("generate.py", ["model", "Hello"]),
+        ("export_model.py", ["model", "out"]),
+        ("invite.py", ["--username", "alice", "--output", "alice.invitation"]),
+    ],
+)
+@pytest.mark.programs
+def test_script_speaks_before_it_waits_for_libraries(tmp_path, script, args):
+    (tmp_path / "model").mkdir()
+    for name in ("config.json", "tokenizer_config.json", "model.safetensors"):
+        (tmp_path / "model" / name).touch()
+    stop = "import os; os.write(2, b'A library\\n'); os._exit(3)\n"
+    process = start(script, tmp_path, dict.fromkeys(("torch", "hivemind", "datasets"), stop), *args)
+    _, stderr = process.communicate(timeout=120)
+    assert re.fullmatch(LINE.format(script=script) + "A library\n", stderr), stderr
+
+
+@pytest.mark.programs
+def test_script_speaks_while_its_flags_take_long(tmp_path):
+    """On a busy machine the parser alone takes many seconds."""
+    process = start("run_trainer.py", tmp_path, {"transformers": "import sys; sys.stdin.read()\n"})
+    line = process.stderr.readline()
+    process.kill()
+    process.communicate()
+    assert re.fullmatch(LINE.format(script="run_trainer.py"), line)
+
+
+@pytest.mark.parametrize(
+    ("script", "args", "words"),
+    [
+        ("generate.py", ["nowhere", "Hello"], "CHECKPOINT: there is no folder 'nowhere'; pass "),
+        ("export_model.py", ["nowhere", "out"], "CHECKPOINT: there is no folder 'nowhere'; pass "),
+        ("run_evaluator.py", [], "--initial_peers is missing"),
+        ("run_training_monitor.py", ["--invitation", "nowhere"], "--invitation: there is no file 'nowhere'; pass "),
+        ("run_trainer.py", ["--model_name_or_path", "./nowhere"], "there is no file or folder './nowhere'; pass "),
+    ],
+)
+@pytest.mark.programs
+def test_missing_file_is_named_without_torch(tmp_path, script, args, words):
+    stop = "raise AssertionError('a slow library')\n"
+    process = start(script, tmp_path, dict.fromkeys(("torch", "hivemind"), stop), *args)
+    _, stderr = process.communicate(timeout=120)
+    assert f"{script}: error: " in stderr and words in stderr, stderr
