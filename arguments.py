@@ -141,7 +141,7 @@ class ModelArguments(ModelOptions, group="Model and data"):
     """What is trained, and where its data comes from. Trainer, monitor and evaluator must agree on it."""
 
     tokenizer_path: str = described("Folder with the tokenizer, written by tokenize_wikitext103.py")
-    cache_dir: str | None = described("Folder for downloads from the Hub")
+    cache_dir: str | None = described("Folder for downloads from the Hub. What HF_HOME has already is used, too")
     task: str | None = described(
         "Python file with a model, samples and a loss of your own, instead of a language model: see docs/own-model.md "
         "and examples/digits.py. All peers of the run need the same file. It is a program: read a file from somebody "

@@ -48,6 +48,7 @@ def setup_logging(debug: bool = False) -> None:
         return
     use_hivemind_log_handler("in_root_logger")
     logging.getLogger().setLevel(logging.DEBUG if debug else logging.INFO)
+    logging.getLogger("huggingface_hub").handlers.clear()  # it would print each line twice
     # hivemind's daemon says at each try to join that it checks the identity.
     for noisy in (
         "httpx", "httpcore", "urllib3", "filelock", "matplotlib", "datasets", "fsspec", "hivemind.p2p.p2p_daemon",

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import transformers
 from tokenizers import Tokenizer
@@ -10,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from cotrain.common.errors import UserError
+from cotrain.common.hub_cache import find_downloads
 from cotrain.models.objectives import OBJECTIVES
 
 _POINTER = b"version https://git-lfs"
@@ -59,7 +61,9 @@ def load_tokenizer(
     is_folder = Path(name).is_dir()
     if not is_folder and (not use_hub or name.startswith((".", "/", "~"))):
         raise UserError(f"{flag}: there is no folder '{name}'; {remedy}")
-    options = {"cache_dir": cache_dir, "token": None if use_hub else False}
+    options: dict[str, Any] = {"token": None if use_hub else False} | (
+        {} if is_folder else find_downloads(name, cache_dir)
+    )
     try:
         for file in Path(name).glob("*"):
             if file.is_file() and file.stat().st_size < 1000 and file.read_bytes().startswith(_POINTER):

@@ -9,8 +9,9 @@ from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 
 from cotrain.common.errors import TemporaryError, UserError, first_line
 from cotrain.common.hosts import MAX_DOWNLOAD_BYTES
+from cotrain.common.hub_cache import PROBE_SECONDS, find_downloads
 from cotrain.common.run_folder import ADAPTERS
-from cotrain.models.config import find_refusal
+from cotrain.models.config import CONFIGS, find_refusal, is_inline
 from cotrain.options import Adopted, ModelOptions
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,10 @@ _BESIDE = {"config.json", "generation_config.json", "model.safetensors.index.jso
 def build_hub_options(args: ModelOptions, adopted: Adopted) -> dict[str, Any]:
     """Return options of transformers for files on the Hub, with less trust in a repository that the run has chosen."""
     own: dict[str, Any] = {"cache_dir": args.cache_dir, "trust_remote_code": False}
+    name = args.model_name_or_path
+    is_here = is_inline(name) or Path(name).exists()
+    if not (is_here or (not args.from_pretrained and (CONFIGS / f"{name}.json").is_file())):
+        own |= find_downloads(name, args.cache_dir)
     own |= {} if args.model_revision is None else {"revision": args.model_revision}
     return own | ({"token": False, "use_safetensors": True} if "model_name_or_path" in adopted.names else {})
 
@@ -39,8 +44,9 @@ def fetch_files(name: str, is_foreign: bool, has_weights: bool, **hub_options: A
     """
     options: dict[str, Any] = {key: hub_options.get(key) for key in ("revision", "token")}
     cache: dict[str, Any] = {"cache_dir": hub_options.get("cache_dir")}
+    timeout = PROBE_SECONDS if hub_options.get("local_files_only") else 30.0
     try:
-        info = HfApi().model_info(name, **options, files_metadata=True, timeout=30.0)
+        info = HfApi().model_info(name, **options, files_metadata=True, timeout=timeout)
     except Exception as error:
         found = try_to_load_from_cache(name, "config.json", revision=options["revision"], **cache)
         if isinstance(found, str):  # nothing is downloaded

@@ -11,6 +11,7 @@ from huggingface_hub import ModelCard, ModelCardData, snapshot_download
 from transformers import PreTrainedTokenizerBase
 
 from cotrain.common.errors import UserError, first_line
+from cotrain.common.hub_cache import find_downloads
 from cotrain.common.progress_bar import ProgressBar
 from cotrain.common.run_folder import list_checkpoints, step_of
 from cotrain.models.model import build_without_weights, get_objective, read_config
@@ -77,7 +78,8 @@ def _copy_license(source: Path, revision: str | None, folder: Path) -> dict[str,
     stated = {}
     with contextlib.suppress(Exception):  # no card; or no Hub, from which the weights may have come earlier
         if not source.is_dir():
-            source = Path(snapshot_download(str(source), revision=revision, allow_patterns=[*_LICENSES, "README.md"]))
+            options = {"allow_patterns": [*_LICENSES, "README.md"], **find_downloads(str(source), None)}
+            source = Path(snapshot_download(str(source), revision=revision, **options))
         for path in (path for pattern in _LICENSES for path in source.glob(pattern) if path.is_file()):
             shutil.copyfile(path, folder / path.name)
         stated = ModelCard.load(source / "README.md").data.to_dict()

@@ -20,6 +20,7 @@ import datasets
 import fsspec
 
 from cotrain.common.errors import UserError, first_line
+from cotrain.common.hub_cache import is_silent
 from cotrain.models.objectives import SPLITS
 from cotrain.preparation.chat_shapes import ChatReader
 from cotrain.preparation.conversations import read_conversations
@@ -194,6 +195,7 @@ def open_dataset(name: str, config_name: str | None, column: Column, encoding: s
             cache_dir = options["cache_dir"]
             splits = datasets.load_dataset_builder(name, config_name, cache_dir=cache_dir).config.data_files
         else:
+            datasets.config.HF_HUB_OFFLINE |= is_silent()  # it would retry for 28 s
             splits = datasets.load_dataset(name, config_name, **options)
     except Exception as error:
         remedy = "go online, check the name and the configuration, or pass --train_file or --sample"

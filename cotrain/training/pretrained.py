@@ -12,6 +12,7 @@ from safetensors import safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.common.errors import UserError, first_line
+from cotrain.common.hub_cache import find_downloads
 from cotrain.common.run_folder import ADAPTERS, CHECKPOINT_REMEDY
 from cotrain.data.tokenizers import load_tokenizer
 from cotrain.models.config import find_model_classes
@@ -65,8 +66,8 @@ def load_checkpoint(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerB
     """
     tokenizer = load_tokenizer(str(folder), flag="CHECKPOINT", remedy=CHECKPOINT_REMEDY)
     source, adapters = find_base(folder)
-    options = {} if adapters is None else {"revision": adapters.revision}
     is_here = Path(source).is_dir()
+    options = {} if is_here or adapters is None else {"revision": adapters.revision, **find_downloads(source, None)}
     base = Path(source) if is_here else fetch_files(source, is_foreign=False, has_weights=True, **options)
     config = read_config(str(base), flag="CHECKPOINT")
     set_objective(config, tokenizer)
