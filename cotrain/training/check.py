@@ -27,6 +27,7 @@ from cotrain.training.check_run import check_address, check_peer, check_rounds, 
 from cotrain.training.finding import Finding, attempt, explain
 from cotrain.training.hf_trainer import choose_devices
 from cotrain.training.needs import Needs, plan, set_batch_size
+from cotrain.training.start import require_run
 from cotrain.training.workload import load_workload
 from peerstep.peer.processes import raise_file_limit
 from peerstep.peer.redial import find_tcp_endpoint
@@ -53,6 +54,7 @@ def check_all(command_line: CommandLine, stop: StopSignal) -> Iterator[Finding]:
     yield attempt("folders", partial(check_folders, Path(args.training.output_dir)))
     yield from map(check_address, filter(find_tcp_endpoint, initial_peers))
     try:
+        require_run(command_line, args)
         args = find_run_config(command_line, stop).to_options()
         peer_args = args.collaboration
         with open_tunnel(peer_args):  # a wrong token is found before anything is downloaded

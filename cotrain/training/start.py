@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cotrain.common.alerts import Alerts, announced_end
 from cotrain.common.errors import TemporaryError, UserError, announce_imports, require_packages
@@ -13,6 +14,9 @@ from cotrain.common.signals import StopSignal
 from cotrain.options import NOTHING, TrainerOptions
 from cotrain.status.pause import request_pause
 from cotrain.status.status import describe_last_step, recorded_start, show_status
+
+if TYPE_CHECKING:
+    from cotrain.common.argument_parser import CommandLine
 
 LAST_STEP_SECONDS = 20.0  # for which a stopped trainer waits for a monitor to save a step that nobody else has
 STOP_GRACE = 12.0 + LAST_STEP_SECONDS  # seconds from a signal to the end
@@ -41,12 +45,7 @@ def start_trainer(
 
             sys.exit(check_trainer(command_line, stop))
         require_packages(command_line.arguments)  # before a file is written
-        is_alone = not args.collaboration.initial_peers
-        if is_alone and args.dataset.lacks_tokenizer and "tokenizer_path" not in command_line.stated:
-            raise UserError(
-                "--initial_peers is missing: pass the address that the monitor or a trainer of the run prints. To "
-                "begin a run, prepare its data first with ./tokenize_wikitext103.py, or pass --dataset_url"
-            )
+        require_run(command_line, args)
         announce_imports()
         with recorded_start(Path(args.training.output_dir)):
             from cotrain.peer.adoption import find_run_config
@@ -61,6 +60,16 @@ def start_trainer(
             alerts = Alerts(args.collaboration.webhook_file, f"Trainer {name} of run {args.collaboration.run_id}")
             with announced_end(alerts, stop.is_set), open_tunnel(args.collaboration):
                 train(args, stop)
+
+
+def require_run(command_line: "CommandLine", args: TrainerOptions) -> None:
+    """Raise UserError if there is neither a run to join nor the data of a new one."""
+    is_alone = not args.collaboration.initial_peers
+    if is_alone and args.dataset.lacks_tokenizer and "tokenizer_path" not in command_line.stated:
+        raise UserError(
+            "--initial_peers is missing: pass the address that the monitor or a trainer of the run prints. To "
+            "begin a run, prepare its data first with ./tokenize_wikitext103.py, or pass --dataset_url"
+        )
 
 
 def _exit_if_finished(folder: Path) -> None:

@@ -14,7 +14,8 @@ import pytest
 import torch
 from hivemind.p2p import PeerID
 
-from arguments import CollaborationArguments, LocalTrainingArguments
+from arguments import TRAINER_ARGUMENTS, CollaborationArguments, LocalTrainingArguments
+from cotrain.common.argument_parser import ArgumentParser
 from cotrain.common.errors import UserError
 from cotrain.training import check, check_machine, check_run
 from cotrain.training.check_machine import (
@@ -286,3 +287,11 @@ def test_round_at_some_links(measure):
     expected = "takes about 244 s at 5, 83 s at 14.7, 12 s at 100 Mbit/s of upload"
     assert expected in measure(averaging_timeout=20.0)
     assert measure(averaging_timeout=10.0).startswith("FAILED")
+
+
+def test_check_of_a_machine_alone_names_what_is_missing(tmp_path, monkeypatch):
+    """It named the folder of the tokenizer, which a volunteer does not have to know."""
+    monkeypatch.chdir(tmp_path)
+    *others, last = check.check_all(ArgumentParser(TRAINER_ARGUMENTS, "").parse(["--output_dir", "out"]), None)
+    assert {"versions", "folders"} < {finding.subject for finding in others}
+    assert last.line.startswith("FAILED  joining: --initial_peers is missing: pass the address ")
