@@ -7,6 +7,7 @@
 ./tokenize_wikitext103.py --dataset_name my/texts --train_tokenizer --archive public/data.tar.gz --shard_size 256MB
 ./tokenize_wikitext103.py --objective clm --tokenizer gpt2                 # for GPT-2
 ./tokenize_wikitext103.py --objective chat --tokenizer HuggingFaceTB/SmolLM2-135M-Instruct --train_file chats.jsonl
+./tokenize_wikitext103.py --objective chat --tokenizer … --without_samples --archive run.tar.gz     # for --own_data
 """
 
 import contextlib
@@ -69,6 +70,10 @@ class TokenizationArguments(Flags, group="Tokenization"):
         "of WikiText and BookCorpus a line, of others a document; a text file is one document",
     )
     encoding: str | None = flag(None, "Encoding of text files. Default: found, and printed if it is not UTF-8")
+    without_samples: bool = flag(
+        False,
+        "Read no text: write tokenizer and manifest alone, for a run whose trainers bring --own_data",
+    )
     sample: bool = flag(False, "Use the documentation topics included with Python as the text. Nothing is downloaded")
     train_on: Literal["all", "last"] = flag("all", "Answers of a conversation to learn, without those of weight 0")
     chosen_only: bool = flag(False, "Take the good answers of preference data, which is refused otherwise")
@@ -120,6 +125,10 @@ class TokenizationArguments(Flags, group="Tokenization"):
         super().__post_init__()
         if self.train_file is not None and Path(self.train_file).is_dir():
             self.dataset_name, self.train_file = self.train_file, None
+        if self.without_samples:
+            has_source = self.sample or self.train_tokenizer or self.train_file or self.shard_size
+            require(not has_source, "--without_samples reads no text: pass --tokenizer, and no source of text")
+            self.dataset_name = ""
         is_wikitext = self.dataset_name.endswith("wikitext") and not (self.sample or self.train_file)
         if self.output_path is None:
             self.output_path = DATASET_FOLDERS[is_wikitext and self.objective == DEFAULT_OBJECTIVE]
@@ -192,6 +201,7 @@ def main() -> None:
 def open_work(args: TokenizationArguments) -> Iterator[Path]:
     """Yield a folder for intermediate files: with --shard_size one that the same command finds again."""
     from cotrain.common.atomic_files import lock_folder, temporary_folder
+    from cotrain.preparation.sources import describe_files
 
     path = Path(args.cache_dir or Path(args.output_path).parent) / "work"
     if args.shard_size is None:
@@ -207,13 +217,6 @@ def open_work(args: TokenizationArguments) -> Iterator[Path]:
     with lock_folder(work, "--cache_dir"):
         yield work
     shutil.rmtree(work)
-
-
-def describe_files(value: object) -> list[tuple[str, int, int]]:
-    """Return name, size and time of the files that a flag names, if any: others of the same name are another text."""
-    paths = sorted(glob.glob(value, recursive=True)) if isinstance(value, str) else []
-    files = (file for path in map(Path, paths) for file in (sorted(path.rglob("*")) if path.is_dir() else [path]))
-    return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
 
 
 def prepare(args: TokenizationArguments) -> Manifest:
@@ -241,25 +244,21 @@ def prepare(args: TokenizationArguments) -> Manifest:
         target as tokenizer_folder,
         open_work(args) as work,
     ):
-        source = open_source(args, work)
-        if (text := work / "text").exists():
-            print(f"Continuing the preparation in '{work}'")
-        else:
-            with new_folder(text, "--cache_dir") as folder:
-                read_corpus(source, folder, part_chars, args.max_left_out)
-        corpus = open_corpus(source, text, args.validation_fraction, args.seed)
+        source, corpus = (None, {}) if args.without_samples else read_source(args, work, part_chars)
         build_tokenizer(args, corpus, None if is_kept else tokenizer_folder)
         encoder = open_encoder(str(tokenizer_folder))
         flag = "--train_tokenizer" if args.train_tokenizer else "--tokenizer"
-        check_losses(encoder, corpus, args.seed, flag, args.allow_lost_text)
         config = PackingConfig(args.objective, args.max_seq_length, args.seed, args.language)
         archive = None if args.shard_size is None else Path(args.archive)
         options = config, args.num_proc, work, dataset_folder, archive, args.max_left_out, args.preview
-        splits, shards = save_dataset(corpus, tokenizer_folder, *options)
+        splits, shards = {}, []
+        if corpus:
+            check_losses(encoder, corpus, args.seed, flag, args.allow_lost_text)
+            splits, shards = save_dataset(corpus, tokenizer_folder, *options)
         # The manifest is published: no local path.
         name = Path(args.tokenizer).resolve().name if Path(args.tokenizer).is_dir() else args.tokenizer
         manifest = Manifest(
-            source=source.name,
+            source=source.name if source else "the trainers' own text",
             **asdict(config),
             tokenizer="trained on this text" if args.train_tokenizer else name,
             tokenizer_class=type(encoder.tokenizer).__name__,
@@ -270,6 +269,19 @@ def prepare(args: TokenizationArguments) -> Manifest:
         )
         manifest.save(dataset_folder)
     return manifest
+
+
+def read_source(args: TokenizationArguments, work: Path, part_chars: float):
+    """Return the source of the text, and its documents, which an interrupted preparation may have read already."""
+    from cotrain.common.atomic_files import new_folder
+
+    source = open_source(args, work)
+    if (text := work / "text").exists():
+        print(f"Continuing the preparation in '{work}'")
+    else:
+        with new_folder(text, "--cache_dir") as folder:
+            read_corpus(source, folder, part_chars, args.max_left_out)
+    return source, open_corpus(source, text, args.validation_fraction, args.seed)
 
 
 def open_source(args: TokenizationArguments, work: Path):
@@ -311,7 +323,7 @@ def build_tokenizer(args: TokenizationArguments, corpus: dict[str, Corpus], fold
         if args.chat_template is not None:
             tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
         set_end_of_turn(tokenizer)
-        groups = (group.read() for part in corpus["train"] for group in part.divide(GROUP_CHARS))
+        groups = (group.read() for part in corpus.get("train", ()) for group in part.divide(GROUP_CHARS))
         drop_reasoning(tokenizer, itertools.chain.from_iterable(groups))
         report_begin(tokenizer)
     check_special_tokens(tokenizer, args.objective)

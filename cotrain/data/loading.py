@@ -92,7 +92,7 @@ def _is_compressed(metadata: bytes) -> bool:
 def check_dataset(dataset_path: str | Path) -> None:
     """Check all samples beside the manifest; ValueError or UserError if a model could not train on one."""
     manifest = Manifest.load(dataset_path)
-    for split in SPLITS[bool(manifest.shards) :]:
+    for split in () if manifest.splits == {} else SPLITS[bool(manifest.shards) :]:  # of a run of --own_data none
         check_samples(_open_split(dataset_path, split, manifest), manifest.max_seq_length, manifest.vocab_size)
 
 

@@ -58,6 +58,13 @@ def open_sample() -> Source:
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
+def describe_files(value: object) -> list[tuple[str, int, int]]:
+    """Return name, size and time of the files that a flag names, if any: others of the same name are another text."""
+    paths = sorted(glob.glob(value, recursive=True)) if isinstance(value, str) else []
+    files = (file for path in map(Path, paths) for file in (sorted(path.rglob("*")) if path.is_dir() else [path]))
+    return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
+
+
 def open_files(pattern: str, work: Path, column: Column, encoding: str | None) -> Source:
     """Open the files that a path or a wildcard names; `column` and `encoding` as for `open_splits`."""
     paths = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
