@@ -106,6 +106,9 @@ class StepSettings(Flags, group="Collaboration"):
         "topk: with --local_updates, some 0.6 bits, for slow connections; see docs/tuning.md",
     )
     state_compression: Compression = setting("float16", "How peers compress parameters while they average them")
+    weigh_equally: bool = setting(
+        False, "In a round each peer with samples weighs the same, instead of by its samples: see docs/own-data.md"
+    )
 
 
 def check_compression(compression: str, local_updates: bool) -> None:

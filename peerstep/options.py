@@ -15,6 +15,7 @@ class Options:
     max_grad_norm: float = 1.0  # to which the average is clipped, or with local updates the gradient of a local step
     gradient_compression: str = "float16"  # of rounds, a key of COMPRESSIONS
     state_compression: str = "float16"  # of the parameters in rounds, likewise
+    weigh_equally: bool = False  # in a round each peer with samples weighs the same, instead of by its samples
     # Seconds before a step is due at which the search for its group starts, and for which a group waits for a late
     # peer; hivemind needs more than 3
     matchmaking_time: float = 5.0

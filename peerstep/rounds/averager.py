@@ -108,6 +108,7 @@ class RoundAverager(SafeAverager):
         size = options.target_group_size  # by which each member deals the groups
         names = (type(compression).__name__ for compression in compressions)
         settings = (PROTOCOL, options.average_state_every, local_updates, size, *names)
+        settings += ("equally",) if options.weigh_equally else ()
         self.schema_hash = hashlib.sha256(self.schema_hash + repr(settings).encode()).digest()
         self.run_in_background(await_ready=True)
 
@@ -252,6 +253,7 @@ class RoundAverager(SafeAverager):
             parameter_step=PARAMETER_STEPS * rate * factor,
             parameter_change=PARAMETER_CHANGE * factor,
             believes_weights=not self.dht.is_open,
+            weighs_equally=self.options.weigh_equally,
             are_updates=self.local_updates,
             # A peer without gradients, or with few local updates, has no measure. The whole average is clipped.
             has_gradient=weight > 0 and not self.local_updates,

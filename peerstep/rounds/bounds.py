@@ -36,6 +36,7 @@ class Bounds:
     parameter_change: float = PARAMETER_CHANGE
     has_gradient: bool = False  # whether a reducer's averages are bounded by this peer's gradients
     believes_weights: bool = False  # see relative_bounds.py
+    weighs_equally: bool = False  # whether each sender of a gradient has the weight 1, whatever it claims
     are_updates: bool = False  # what is averaged are local updates instead of gradients
 
     def clip(

@@ -303,11 +303,13 @@ class Reducer:
         weights = {sender: weight for sender, (_, weight) in sums.held.items()}
         if not self.bounds.believes_weights:
             weights = cap_weights(weights, len(self._senders))
+        self.weights |= weights
+        if self.bounds.weighs_equally:
+            weights = dict.fromkeys(weights, 1.0)
         norms = {sender: norm_of(values) for sender, (values, _) in sums.held.items()}
         own_norm = self.own_norm * weights.get(self.peer_id, 0.0)
         factors = self._filter.factors(norms, weights, self.peer_id, own_norm)
         for sender, (values, _) in sums.held.items():
             sums.add(values * factors[sender] if sender in factors else values, weights[sender])
-        self.weights |= weights
         text = f"gradients of more than {REPORTED:g} times the bound by the other peers' norms"
         self.excesses |= dict.fromkeys(self._filter.excessive, text)

@@ -31,12 +31,12 @@ def samples(number: int, generator: torch.Generator) -> tuple[torch.Tensor, torc
     return inputs, (torch.tanh(inputs) @ weights).argmax(1)
 
 
-async def average(gradients: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
-    """Average gradients in one part. The first one is the reducer's."""
+async def average(gradients: list[torch.Tensor], weights: list[float], **options) -> torch.Tensor:
+    """Average gradients in one part. The first one is the reducer's. `options`: of Bounds."""
     own, output = gradients[0], torch.empty_like(gradients[0])
     info = CompressionInfo.from_tensor(own, key=0, role=TensorRole.GRADIENT)
     senders = SENDERS[: len(gradients) - 1]
-    parts, bounds = [Part(own, output, info, NoCompression(), weights[0])], Bounds(TARGET_BATCH_SIZE)
+    parts, bounds = [Part(own, output, info, NoCompression(), weights[0])], Bounds(TARGET_BATCH_SIZE, **options)
     reducer = Reducer(REDUCER, parts, senders, bounds, 60.0, 60.0, own_norm=float(own.norm()))
     for sender, gradient, weight in zip(senders, gradients[1:], weights[1:], strict=True):
         reducer.start(sender)
@@ -85,3 +85,13 @@ def final_loss(attack: str, ratio: float) -> float:
 def test_one_key_beside_three_trainers_costs_a_tenth_of_the_loss_at_most(attack, ratio):
     """Without bounds by the others, minus the mean with four times the weight gave a loss of 227, chance is 1.61."""
     assert final_loss(attack, ratio) <= 1.1 * final_loss("", 1)
+
+
+def test_peers_weigh_the_same_whatever_they_claim():
+    """Three with few and many samples; one without any has no part in it. Who adds too much is scaled down as ever."""
+    gradients = [torch.eye(4)[number] for number in range(4)]
+    mean = asyncio.run(average(gradients, [1.0, 4096.0, 64.0, 0.0], weighs_equally=True))
+    torch.testing.assert_close(mean, torch.tensor([1.0, 1.0, 1.0, 0.0]) / 3)
+    gradients[1] = 1e6 * gradients[1]
+    mean = asyncio.run(average(gradients, [1.0, 1.0, 1.0, 1.0], weighs_equally=True))
+    torch.testing.assert_close(mean, torch.tensor([1.0, 1.5, 1.0, 1.0]) / 4)

@@ -30,6 +30,7 @@ COLLABORATION = {
     "matchmaking_time": 9.0, "average_state_every": 3, "gradient_compression": "blockwise8",
     "state_compression": "scaled_float16", "load_state_compression": "none", "load_state_timeout": 100.0,
     "delay_grad_averaging": False, "delay_optimizer_step": False, "target_group_size": 17,
+    "weigh_equally": True,
 }  # fmt: skip
 TRACKER = {
     "min_refresh_period": 0.25, "max_refresh_period": 11.0, "default_refresh_period": 4.0, "expected_drift_peers": 5.0,
