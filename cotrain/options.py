@@ -1,5 +1,6 @@
 """What one machine decides about its part in a run, as values; the flags for them are in arguments.py, with help."""
 
+import glob
 import hashlib
 from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv6Address
@@ -140,6 +141,8 @@ class ModelOptions(ModelSettings):
 
     # Of the peers that have the data, see DataOptions
     dataset_path: ClassVar[str | None] = None
+    own_data: ClassVar[str | None] = None
+    own_share: ClassVar[float | None] = None
     load_in_4bit: ClassVar[bool] = False
 
     tokenizer_path: str = "data/tokenizer"
@@ -185,9 +188,18 @@ class DataOptions(ModelOptions):
     dataset_path: str = field(default_factory=find_dataset)
     load_in_4bit: bool = False
     data_cache: str = "2GB"
+    own_data: str | None = None
+    own_share: float | None = flag(None, at_most=1)
 
     def __post_init__(self):
         super().__post_init__()
+        require(self.own_share is None or self.own_data is not None, "--own_share also needs --own_data")
+        if self.own_data is not None:
+            require(self.task is None, "--own_data is text: drop it, and load your samples in the file of --task")
+            is_there = Path(self.own_data).exists() or any(glob.iglob(self.own_data, recursive=True))
+            require(
+                is_there, f"--own_data: there is no file '{self.own_data}'; pass a text, conversations or a folder"
+            )
         parse_size("--data_cache", self.data_cache)
         require(self.lora_rank is not None or not self.load_in_4bit, "--load_in_4bit also needs --lora_rank")
         if self.dataset_url is not None:

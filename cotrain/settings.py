@@ -159,6 +159,15 @@ class ModelSettings(Flags, group="Model and data"):
     dataset_head_sha256: str | None = setting(
         None, "SHA-256 of the small files of that archive if it has more than 1 GB: a monitor then downloads no others"
     )
+    takes_own_data: bool = setting(
+        False,
+        "Trainers may train on --own_data, which nobody sees. By default they may not, so that the organiser can say "
+        "what the model has learnt. Nobody can check what a trainer trains on: it is a rule for the honest",
+    )
+    own_validation: bool = setting(
+        True,
+        "Each trainer with --own_data publishes the loss on its held-out part. If not, the evaluator's is the only",
+    )
 
     def __post_init__(self):
         super().__post_init__()

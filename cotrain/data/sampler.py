@@ -12,6 +12,7 @@ from torch.utils.data import Sampler
 
 from cotrain.common.json_file import JsonFile
 from cotrain.common.seeds import derive_seed
+from cotrain.data.own_samples import OwnSamples
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ class PeerSampler(Sampler):
         path: Path | None = None,
         should_stop: Callable[[], bool] = bool,
     ):
-        self.step_size, self.should_stop = batch_size_per_step, should_stop
+        self.samples, self.step_size, self.should_stop = samples, batch_size_per_step, should_stop
         self.file = None if path is None else JsonFile(path)
         self.cache = samples.open_cache() if hasattr(samples, "open_cache") else None
         sizes = [len(samples)] if self.cache is None else [shard.samples for shard in self.cache.shards]
@@ -169,6 +170,8 @@ class PeerSampler(Sampler):
     def describe(self) -> str:
         """Return one line about the position, and about the shards if there are any."""
         text = f"{self.position / len(self):.0%} of pass {self.passes + 1}"
+        if isinstance(self.samples, OwnSamples):
+            return f"{text}; {self.samples.describe(self.passes * len(self) + self.position)} so far"
         if self.cache is None:
             return text
         waited = self.waited / max(1.0, time.monotonic() - self.began)

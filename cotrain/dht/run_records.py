@@ -4,7 +4,7 @@ import pydantic.v1 as pydantic  # hivemind's schemas are pydantic v1 models, a v
 from hivemind.dht.schema import BytesWithPublicKey, SchemaValidator
 
 from cotrain.common.names import SHORT
-from cotrain.dht.metrics_schema import HISTORY_LENGTH, Count, ExtensibleRecord, read_row
+from cotrain.dht.metrics_schema import HISTORY_LENGTH, Count, ExtensibleRecord, Sum, read_row
 from peerstep.reports.marks import MAX_STEP
 from peerstep.reports.progress_report import MAX_ROUNDS
 
@@ -34,6 +34,9 @@ class TrainerRecord(ExtensibleRecord):
     # Ends of the IDs of peers that gave samples in its newest rounds, see `named_by_others` of aggregation.py
     members: pydantic.conlist(pydantic.constr(strict=True, max_length=SHORT), max_items=MAX_MEMBERS) | None = None
     paused: pydantic.StrictBool | None = None
+    # On the trainer's own held-out samples: of the initial weights, and of a recent step
+    own_base_loss: Sum | None = None
+    own_loss: Sum | None = None
 
     @pydantic.validator("history", each_item=True)
     def check_row(cls, row: list) -> list:

@@ -15,7 +15,7 @@ from cotrain.monitoring.aggregation import PeerStep, StepReport
 
 MAX_CONTRIBUTORS = 5000  # that are kept, and half of those known; a key pair costs nothing
 MAX_NAME_LENGTH = 64
-TABLE_COLUMNS = ("place", "name", "peer", "samples", "steps", "state")
+TABLE_COLUMNS = ("place", "name", "peer", "samples", "steps", "own loss", "state")
 
 
 @dataclass
@@ -26,6 +26,7 @@ class Contributor:
     username: str = ""
     samples: int = 0
     steps: int = 0
+    own_loss: str = ""  # on its own held-out samples, as it states it: before training, and now
 
     @property
     def name(self) -> str:
@@ -72,6 +73,13 @@ class Contributors:
             known = self._find(peer_id)
             known.username = clean_name(name) or known.username
 
+    def record_losses(self, records: Mapping[object, Mapping]) -> None:
+        """Update what trainers state of the loss on their own samples."""
+        for peer_id, record in records.items():
+            base, newest = record.get("own_base_loss"), record.get("own_loss")
+            if None not in (base, newest):
+                self._find(peer_id).own_loss = f"{base:.3f} -> {newest:.3f}"
+
     def add(self, report: StepReport) -> None:
         """Add the contributions of a step, unless it or a later one was counted before a restart."""
         if report.step > self._loaded_step:
@@ -99,13 +107,15 @@ class Contributors:
         self._known = {contributor.peer_id: contributor for contributor in contributors}
 
 
-def build_table(contributors: Contributors, paused: Collection[str] = ()) -> list[tuple[int, str, str, int, int, str]]:
+def build_table(
+    contributors: Contributors, paused: Collection[str] = ()
+) -> list[tuple[int, str, str, int, int, str, str]]:
     """Return the rows of the leaderboard, one value for each of TABLE_COLUMNS. Names are plain text of a peer.
 
     :param paused: peer IDs of trainers that pause
     """
     return [
-        (place, x.name, short(x.peer_id), x.samples, x.steps, "paused" if x.peer_id in paused else "")
+        (place, x.name, short(x.peer_id), x.samples, x.steps, x.own_loss, "paused" if x.peer_id in paused else "")
         for place, x in enumerate(contributors.leaders[:100], 1)
     ]
 
@@ -115,5 +125,6 @@ def format_leaderboard(contributors: Contributors, paused: Collection[str] = ())
     leaders, first = contributors.leaders, []
     for leader in leaders[:5]:
         state = " (paused)" if leader.peer_id in paused else ""
-        first.append(f"{label(leader.name, leader.peer_id)} {leader.samples:,}{state}")
+        own = leader.own_loss and f" (own loss {leader.own_loss})"
+        first.append(f"{label(leader.name, leader.peer_id)} {leader.samples:,}{own}{state}")
     return f"Contributors, by samples: {', '.join(first)}; {len(leaders)} in all"

@@ -67,7 +67,7 @@ def build_card(
     :param initial_peers: addresses through which newcomers join over the internet; empty if there are none
     :param page: address of the run's curves, see `is_page`
     """
-    leaders, table = contributors.leaders, [row[:-1] for row in build_table(contributors)]
+    leaders, table = contributors.leaders, [row[:5] for row in build_table(contributors)]
     return ModelCard.from_template(
         build_card_data(metadata),
         str(Path(__file__).with_suffix(".md")),

@@ -194,6 +194,7 @@ class TrainingMonitor:
         )
         published = {peer: record.value for peer, record in records.items()}
         self.contributors.record_names({peer: value["username"] for peer, value in published.items()})
+        self.contributors.record_losses(published)
         reports = self.aggregator.update(run_time(), records, progress)
         trainers = self.aggregator.live_peers
         paused = {x.key for x in trainers if x.key in published and published[x.key].get("paused")}

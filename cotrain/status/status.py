@@ -51,6 +51,7 @@ class TrainerStatus:
     samples_per_second: float = 0.0
     loss: float | None = None  # local loss of the newest global step; None before the first one
     first_loss: float | None = None  # the same of the first one
+    own_loss: tuple[float, float] | None = None  # on own held-out samples: of the initial weights, and now
     data: str = ""  # position in the samples, and the shards that are here
     traffic: str = ""  # of this machine since the trainer started, and in this month
     paused: str = ""  # why, while the trainer pauses
@@ -121,6 +122,7 @@ def describe_status(status: TrainerStatus) -> list[tuple[str, str]]:
         ("Last miss", "none" if s.last_miss is None else f"#{s.last_miss[0]}: {s.last_miss[1]}"),
         ("Trainers", f"{s.num_trainers:,}{rank}, {s.samples_per_second:.1f} samples/s"),
         ("Local loss", "not known yet" if s.loss is None else f"{s.loss:.3f}, {s.first_loss:.3f} at first"),
+        *([] if s.own_loss is None else [("Own loss", "{1:.3f}, {0:.3f} before training".format(*s.own_loss))]),
         *([("Data", s.data)] if s.data else []),
         *([("Traffic", s.traffic)] if s.traffic else []),
         *([] if s.page is None else [("Curves", s.page)]),

@@ -111,6 +111,9 @@ class StatusKeeper(PeriodicThread):
         if self._status.first_loss is None:
             self._status.first_loss = loss
 
+    def record_own_loss(self, base: float, newest: float) -> None:
+        self._status.own_loss = base, newest
+
     def recent_samples(self) -> tuple[int, int]:
         """Return the samples computed and applied for the newest MAX_ROUNDS steps."""
         computed, applied = (newest - first for newest, first in zip(self._totals[-1], self._totals[0], strict=True))

@@ -3,11 +3,11 @@
 import math
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import Dataset
 from transformers import DataCollatorForLanguageModeling, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import ModelOutput
 
@@ -15,6 +15,7 @@ from cotrain.common.errors import UserError
 from cotrain.data.download import fetch_data
 from cotrain.data.loading import load_manifest, load_split
 from cotrain.data.manifest import Manifest
+from cotrain.data.own_samples import OwnSamples
 from cotrain.data.shards import ShardedSamples
 from cotrain.data.tokenizers import load_tokenizer
 from cotrain.models.model import build_without_weights, get_objective, initialize_model, load_config, max_tokens
@@ -53,6 +54,7 @@ class TextTask(Task):
     ):  # fmt: skip
         self.args, self.adopted, self.tokenizer, self.config, self.device = args, adopted, tokenizer, config, device
         self.has_weights, self.objective = has_weights, OBJECTIVES[get_objective(config, tokenizer)]
+        self.own_path: Path | None = None  # of the prepared --own_data
         self.is_packed = False  # whether a row of a batch has several conversations
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token  # any token works: padding is neither attended to nor predicted
@@ -69,7 +71,8 @@ class TextTask(Task):
         self.is_packed = self.objective.has_answers and keeps_apart(model)
         return model
 
-    def load_samples(self, split: str) -> Dataset:
+    def load_manifest(self) -> Manifest:
+        """Return the description of the run's data; UserError if it does not fit the model."""
         if self.args.dataset_path is None:
             raise UserError("--dataset_path is missing: this peer has no data, such as a monitor")
         objective, longest = get_objective(self.config, self.tokenizer), max_tokens(self.config)
@@ -79,9 +82,29 @@ class TextTask(Task):
                 f"--seq_length {length}: the data has sequences of {manifest.max_seq_length} tokens; drop the flag, "
                 f"or make other data with ./tokenize_wikitext103.py --max_seq_length {length}"
             )
+        return manifest
+
+    def load_samples(self, split: str) -> Any:
+        """Load the run's samples, or this trainer's own ones: for training mixed with the run's, if it has some."""
+        manifest, share = self.load_manifest(), self.args.own_share
+        own = None if self.own_path is None else load_split(self.own_path, split)
+        if own is not None and split != "train":
+            return own
+        if own is not None and (not manifest.splits or share == 1 or (manifest.shards and share is None)):
+            return OwnSamples(own)
+        if split not in manifest.splits:
+            remedy = (
+                "pass --own_data FILE" if split == "train" else "each trainer with --own_data reports its own loss"
+            )
+            raise UserError(f"the data of this run has no samples of the split '{split}': {remedy}")
+        if own is not None and manifest.shards:
+            raise UserError(
+                f"--own_share {share:g}: the run's data is in shards, which do not mix; pass --own_share 1"
+            )
         if split == "train" and manifest.shards:
             return ShardedSamples(self.args, self.adopted, manifest)
-        return load_split(self.args.dataset_path, split)
+        samples = load_split(self.args.dataset_path, split)
+        return samples if own is None else OwnSamples(own, samples, share or 0.5)
 
     def collate(self, samples: list[dict]) -> Batch:
         """Pad samples to a multiple of 8 tokens, and for masked LM select the tokens to predict.

@@ -7,6 +7,7 @@ from pathlib import Path
 from cotrain.common.argument_parser import CommandLine
 from cotrain.common.errors import UserError
 from cotrain.common.signals import StopSignal
+from cotrain.data.own_samples import OwnSamples
 from cotrain.data.sampler import PeerSampler
 from cotrain.dht.run_records import record_schemas
 from cotrain.models.device import find_device
@@ -67,6 +68,9 @@ def check_all(command_line: CommandLine, stop: StopSignal) -> Iterator[Finding]:
             size = work.num_parameters()
             text = f"{len(work.samples):,} samples; model of {size / 1e6:,.1f} million parameters"
             yield Finding("data and model", text)
+            if isinstance(work.samples, OwnSamples):
+                steps, most = args.training.total_steps, args.training.total_steps * peer_args.target_batch_size
+                yield Finding("own data", f"{work.samples.describe(most)} in {steps:,} steps if nobody else trains")
             if args.dataset.lora_rank is None:
                 of_task = Needs(size, 4.0 * size, args.training.local_updates)
                 needs = plan(args) if args.dataset.task is None else of_task

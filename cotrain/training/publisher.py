@@ -12,6 +12,7 @@ from cotrain.dht.metrics_schema import StepMetrics, history_length
 from cotrain.dht.run_records import MAX_MEMBERS, TrainerRecord
 from cotrain.peer.relay import RunConfigRelay
 from cotrain.status.status_keeper import StatusKeeper
+from cotrain.training.own_loss import OwnLoss
 from peerstep.local_peer import LocalPeer
 from peerstep.reports.records import store_record
 from peerstep.step.coordinator import StepRecord
@@ -30,6 +31,7 @@ class Publisher:
         self.history: deque[StepMetrics] = deque(maxlen=history_length())  # for monitors that missed steps
         self._rounds = JsonLinesFile(status.folder / "rounds.jsonl", max_bytes=16 * 2**20)
         self._members: deque[list[str]] = deque(maxlen=NAMED_ROUNDS)
+        self.own_loss: OwnLoss | None = None  # with --own_data
         self.optimizer.on_round = self._record_round
 
     def _record_round(self, entry: dict) -> None:
@@ -37,6 +39,10 @@ class Publisher:
         names = [name for name, samples in entry["weights"].items() if samples >= 1] or entry["group"]
         self._members.append(random.sample(names, len(names)))
         self._rounds.write(entry)
+
+    def measure_own_loss(self) -> None:
+        if self.own_loss is not None and self.own_loss.measure():
+            self.status.record_own_loss(self.own_loss.base, self.own_loss.newest)
 
     def report(self, record: StepRecord) -> StepMetrics:
         """Log a global step and publish this peer's metrics for it, which are returned.
@@ -54,6 +60,7 @@ class Publisher:
         values = {"samples_accumulated": record.samples, "loss": loss, "mini_steps": mini_steps}
         values |= {"step": record.step, "samples_per_second": samples_per_second, "time": record.time}
         self.history.append(StepMetrics(**values))
+        self.measure_own_loss()
         self.publish()
         return self.history[-1]
 
@@ -63,6 +70,7 @@ class Publisher:
         :param leaving: whether this peer waits for a monitor to save the last step
         """
         pace, (computed, applied) = self.optimizer.pace, self.status.recent_samples()
+        own = self.own_loss
         members = dict.fromkeys(map(short, itertools.chain(*reversed(self._members.copy()))))
         record = TrainerRecord(
             username=self.name,
@@ -75,6 +83,11 @@ class Publisher:
             averaging=pace.averaging_share,
             members=list(members)[:MAX_MEMBERS],
             paused=bool(self.status.paused),
+            **(
+                {}
+                if self.own_loss is None
+                else {"own_base_loss": self.own_loss.base, "own_loss": self.own_loss.newest}
+            ),
         )
         self.relay.publish()
         key, lifetime = f"{self.args.run_id}_trainers", self.args.statistics_expiration

@@ -28,6 +28,7 @@ from cotrain.status.status_keeper import StatusKeeper
 from cotrain.task import Task
 from cotrain.training.device_errors import is_device_error
 from cotrain.training.gpu_programs import GpuPrograms
+from cotrain.training.own_loss import OwnLoss
 from cotrain.training.publisher import Publisher
 from cotrain.training.recovery import Recovery
 from cotrain.training.start import LAST_STEP_SECONDS
@@ -71,6 +72,8 @@ class TrainingSession:
         self.loss_meter = LossMeter()
         self.status = StatusKeeper(self.recovery.folder, optimizer, self.args, shown, self.loss_meter, should_stop)
         self.publisher = Publisher(name, peer, relay, self.status)
+        if arguments.dataset is not None and arguments.dataset.own_data and arguments.dataset.own_validation:
+            self.publisher.own_loss = OwnLoss(task, model, optimizer)
         self.on_report: Callable[[StepMetrics], object] = bool  # called with the metrics of each global step
         self.joined_at = -math.inf
         self.client_mode_alarm = ClientModeAlarm()
@@ -92,6 +95,7 @@ class TrainingSession:
         :raises TemporaryError: if several trainers are at a later step, but no state can be downloaded
         :raises UserError: if all other trainers average something else, and one of them is an initial peer
         """
+        self.publisher.measure_own_loss()  # of the initial weights
         unsent = self.recovery.resume()
         optimizer, own_step = self.optimizer, self.optimizer.local_epoch
         optimizer.last_step = self.last_step

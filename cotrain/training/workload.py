@@ -1,13 +1,17 @@
 """What a trainer computes on: the task of the run, its samples and its model."""
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 
 from cotrain.common.errors import UserError
+from cotrain.data.own_samples import OwnSamples
 from cotrain.models.device import choose_kernels, enable_gradient_checkpointing
 from cotrain.options import TrainerOptions
+from cotrain.preparation.own_data import prepare_own_data
 from cotrain.task import Task
 from cotrain.tasks.task_loading import build_initial_model, load_samples, load_task
 from cotrain.training.hf_trainer import choose_devices
@@ -40,11 +44,15 @@ def load_workload(args: TrainerOptions) -> Workload:
     device, num_devices = choose_devices(args.training, args.dataset.lora_rank is not None)
     hide_bar = args.training.disable_tqdm
     task = load_task(args.dataset, args.adopted, has_weights=True, disable_tqdm=hide_bar, device=device)
+    if (path := args.dataset.own_data) is not None:
+        _prepare_own_data(path, args, task)
     samples = load_samples(task, "train")
     set_batch_size(args, device)
     batch_size = args.training.per_device_train_batch_size
-    if len(samples) < batch_size:
-        raise UserError(f"the task has {len(samples)} samples, fewer than --per_device_train_batch_size {batch_size}")
+    of_one = samples.own if isinstance(samples, OwnSamples) else samples
+    if len(of_one) < batch_size:
+        what = "the task" if of_one is samples else f"--own_data: '{args.dataset.own_data}'"
+        raise UserError(f"{what} has {len(of_one)} samples, fewer than --per_device_train_batch_size {batch_size}")
     model = build_initial_model(task, args.collaboration.run_id)
     if args.training.gradient_checkpointing:
         enable_gradient_checkpointing(model)
@@ -52,3 +60,12 @@ def load_workload(args: TrainerOptions) -> Workload:
     if device.type == "cpu":
         share_parameters(model)
     return Workload(task, samples, model, device, num_devices)
+
+
+def _prepare_own_data(path: str, args: TrainerOptions, task: Any) -> None:
+    """Prepare --own_data in the output folder, for the task of a language model."""
+    if not args.dataset.takes_own_data:
+        remedy = "drop it, or ask the organiser to state takes_own_data: true"
+        raise UserError(f"--own_data: run {args.collaboration.run_id} takes no data of trainers; {remedy}")
+    task.own_path = Path(args.training.output_dir, "own_data")
+    prepare_own_data(path, task.load_manifest(), Path(args.dataset.tokenizer_path), task.own_path)

@@ -169,13 +169,14 @@ def test_last_checkpoint_is_saved_and_uploaded_when_trainers_leave(tmp_path, sto
 def test_leaderboard_is_shown_as_often_as_checkpoints_are_saved_and_at_the_end(tmp_path, stored, finish, caplog):
     monitor = make_monitor(tmp_path, reporter := Mock(), interval=2)
     for step in range(1, 5):
-        publish(stored, step, b"[owner:a]", username="al\ni/<c>e", samples=8)
+        publish(stored, step, b"[owner:a]", username="al\ni/<c>e", samples=8, own_base_loss=1.5, own_loss=1.25)
         monitor.refresh()
     finish(monitor)
     key = short(monitor.contributors.leaders[0].peer_id)
-    columns = ("place", "name", "peer", "samples", "steps", "state")  # trackio and wandb show the cells as plain text
+    # trackio and wandb show the cells as plain text
+    columns, own = ("place", "name", "peer", "samples", "steps", "own loss", "state"), "1.500 -> 1.250"
     assert [call.args for call in reporter.report_table.call_args_list] == [
-        ("contributors", columns, [(1, "al i/<c>e", key, 8 * step, step, "")], step) for step in (1, 3, 4)
+        ("contributors", columns, [(1, "al i/<c>e", key, 8 * step, step, own, "")], step) for step in (1, 3, 4)
     ]
     assert caplog.text.count("Contributors, by samples: al i/<c>e") == 3
     first, _, last = (message for message in caplog.messages if "samples in all" in message)
