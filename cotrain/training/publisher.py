@@ -83,11 +83,7 @@ class Publisher:
             averaging=pace.averaging_share,
             members=list(members)[:MAX_MEMBERS],
             paused=bool(self.status.paused),
-            **(
-                {}
-                if self.own_loss is None
-                else {"own_base_loss": self.own_loss.base, "own_loss": self.own_loss.newest}
-            ),
+            **({} if own is None else {"own_base_loss": own.base, "own_loss": own.newest}),
         )
         self.relay.publish()
         key, lifetime = f"{self.args.run_id}_trainers", self.args.statistics_expiration
