@@ -18,7 +18,7 @@ from hivemind.compression import CompressionBase, CompressionInfo, NoCompression
 from cotrain.settings import Hyperparameters
 from cotrain.training.builders import build_local_optimizer, build_param_groups, build_scheduler
 from peerstep.rounds.bounds import norm_of
-from peerstep.rounds.relative_bounds import NormFilter
+from peerstep.rounds.relative_bounds import NormFilter, cap_weights
 from peerstep.state.averager import set_schedule
 from peerstep.step.accumulators import GradientAccumulator, clip_norm
 from peerstep.step.local_updates import LocalTraining, LocalUpdates
@@ -44,6 +44,9 @@ class Variant:
     :param missing: probability that a peer misses a round
     :param warmup: fraction of the samples before the first outer step: plain averages after each local step
     :param growth: fraction of the samples within which rounds grow from one local step to `local_steps`
+    :param equally: whether each peer with samples weighs the same in a round
+    :param proximal: local updates: strength of the pull to the parameters of the last global step (FedProx)
+    :param is_open: bound weights and norms as in an open run; else as in one with invitations
     """
 
     peers: int
@@ -54,6 +57,9 @@ class Variant:
     missing: float = 0.0
     warmup: float = 0.0
     growth: float = 0.0
+    equally: bool = False
+    proximal: float = 0.0
+    is_open: bool = False
 
     def size_at(self, progress: float) -> float:
         """Return the size of a round as a fraction of a whole one, after a fraction of the samples."""
@@ -104,23 +110,33 @@ class Result:
 
 @torch.no_grad()
 def all_reduce(
-    contributions: Sequence[Tensors], weights: Sequence[float], compression: CompressionBase
+    contributions: Sequence[Tensors],
+    weights: Sequence[float],
+    compression: CompressionBase,
+    variant: Variant,
+    kept: list[dict[int, float]],
 ) -> list[torch.Tensor]:
     """Return the weighted mean that the reducers of a round compute from compressed parts, one reducer per sender.
 
-    As in a run with invitations: the weights are believed.
+    :param kept: receives for each part what is left of each sender's values; 1: all
     """
+    if variant.is_open:
+        weights = list(cap_weights(dict(enumerate(weights)), len(contributions) - 1).values())
+    if variant.equally:
+        weights = [float(weight > 0) for weight in weights]
     fractions = [1.0] * len(contributions)
     containers = [TensorPartContainer(tensors, fractions, compression) for tensors in contributions]
     means = []
     for reducer in range(len(contributions)):
-        outliers = NormFilter(len(contributions) - 1, is_loose=True)
+        outliers = NormFilter(len(contributions) - 1, is_loose=not variant.is_open or variant.local_updates)
         for parts in zip(*(container.get_raw_input_parts(reducer) for container in containers), strict=True):
             received = {
                 sender: part if sender == reducer else _send(part, compression) for sender, part in enumerate(parts)
             }
             norms = {sender: norm_of(part) for sender, part in received.items() if weights[sender]}
-            factors = outliers.factors(norms, dict(enumerate(weights)), reducer, own_norm=0.0)
+            own_norm = weights[reducer] * math.hypot(*map(norm_of, contributions[reducer])) / len(contributions) ** 0.5
+            factors = outliers.factors(norms, dict(enumerate(weights)), reducer, own_norm)
+            kept.append({sender: factors.get(sender, 1.0) for sender in norms if sender != reducer})
             total = torch.zeros_like(parts[0])
             for sender, part in received.items():
                 total.add_(part, alpha=weights[sender] * factors.get(sender, 1.0))
@@ -160,8 +176,8 @@ class DataParallelPeers:
         self.parameters = parameters_of(groups)
         self.optimizer = build_local_optimizer(groups, args)
         self._schedule = build_scheduler(self.optimizer, args)
-        self._compression = COMPRESSIONS[variant.compression]()
-        self._step = 0
+        self._compression, self.kept = COMPRESSIONS[variant.compression](), []
+        self._variant, self._step = variant, 0
         self.accumulators = [
             GradientAccumulator(self.parameters, [], [torch.zeros_like(p) for p in self.parameters])
             for _ in range(variant.peers)
@@ -175,7 +191,7 @@ class DataParallelPeers:
     def begin_round(self, absent: frozenset[int], progress: float) -> None:
         samples = [accumulator.load() for accumulator in self.accumulators]
         contributions = [accumulator.contribution for accumulator in self.accumulators]
-        self._mean = all_reduce(contributions, samples, self._compression)
+        self._mean = all_reduce(contributions, samples, self._compression, self._variant, self.kept)
 
     def finish_round(self) -> None:
         """Take the global step."""
@@ -196,8 +212,11 @@ class LocalTrainer(LocalTraining):
     :param theta: parameters of the last global step
     """
 
-    def __init__(self, model: torch.nn.Module, theta: Tensors, args: Hyperparameters, project: Callable | None):
-        self.model, self.step = model, 0.0  # counts whole rounds
+    def __init__(
+        self, model: torch.nn.Module, theta: Tensors, args: Hyperparameters, project: Callable | None,
+        proximal: float = 0.0,
+    ):  # fmt: skip
+        self.model, self.step, self.proximal = model, 0.0, proximal  # `step` counts whole rounds
         groups = build_param_groups(model, args.weight_decay, args.optimizer)
         builders = partial(build_local_optimizer, args=args), partial(build_scheduler, args=args)
         contribution = [torch.zeros_like(parameter) for parameter in theta]
@@ -208,6 +227,10 @@ class LocalTrainer(LocalTraining):
     def train(self, batch: dict[str, torch.Tensor], num_samples: int) -> None:
         self.model.zero_grad()
         self.model(**batch).loss.backward()
+        if self.proximal:
+            for parameter, step_parameter in zip(self.main_parameters, self.step_parameters, strict=True):
+                if parameter.grad is not None:
+                    parameter.grad.add_(parameter.detach() - step_parameter, alpha=self.proximal)
         self.add(num_samples, self.step)
 
     def receive_step(self, step: float) -> None:
@@ -221,12 +244,13 @@ class LocalUpdatePeers:
 
     def __init__(self, variant: Variant, args: Hyperparameters, build_model: Callable[[], torch.nn.Module]):
         self.args, self._variant = args, variant
-        self._compression = COMPRESSIONS[variant.compression]()
+        self._compression, self.kept = COMPRESSIONS[variant.compression](), []
         groups = copies_of(build_param_groups(build_model(), args.weight_decay, args.optimizer))
         self.theta = parameters_of(groups)
         self.outer = LocalUpdates(args.outer_learning_rate, args.outer_momentum).build_outer(groups)
         project = self._compression.project if isinstance(self._compression, TopK) else None
-        self.accumulators = [LocalTrainer(build_model(), self.theta, args, project) for _ in range(variant.peers)]
+        options = self.theta, args, project, variant.proximal
+        self.accumulators = [LocalTrainer(build_model(), *options) for _ in range(variant.peers)]
         self.step = 0.0  # counts whole rounds
 
     def local_step(self, peer: int, batch: dict[str, torch.Tensor], num_samples: int) -> None:
@@ -248,7 +272,7 @@ class LocalUpdatePeers:
             raise FloatingPointError("the parameters of all peers are NaN or Inf")
         weights = [samples[number] for number in self._senders]
         contributions = [self.accumulators[number].contribution for number in self._senders]
-        self._mean = all_reduce(contributions, weights, self._compression)
+        self._mean = all_reduce(contributions, weights, self._compression, self._variant, self.kept)
 
     def finish_round(self) -> None:
         """Take the global step, and bring the peers to it. Peers that missed the round download it."""
