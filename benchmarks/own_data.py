@@ -6,8 +6,9 @@ benchmarks/own_data.py --folder results --base FOLDER --steps 160 --seeds 0     
 
 The local and global steps are those of the trainers, in one process on one core. The held-out loss of each kind of
 text is compared with that of one process that has all four kinds, and as many samples and steps; and on the other
-three kinds with that of each trainer alone, with its own part of the samples. Trainers have the speeds 1, 2, 1, 4: a
-faster one gives more samples.
+three kinds with that of each trainer alone, with its own part of the samples. Local updates take more optimizer steps
+for as many samples: what unlike texts cost them is their loss beside that of "alike", where each trainer has all four
+kinds. Trainers have the speeds 1, 2, 1, 4: a faster one gives more samples.
 """
 
 import argparse
@@ -49,18 +50,20 @@ KINDS = ("encyclopaedia", "code", "instructions", "manual")
 TARGET = 8  # mean local steps of the trainers together in a round of gradients, and of one process in a step
 
 DEFAULT = Variant(PEERS, 2, local_updates=False, compression="float16")
+LOCAL = Variant(PEERS, 32, compression="float16", equally=True)
 SETTINGS = {
     "default": DEFAULT,
     "default, equally": replace(DEFAULT, equally=True),
+    "default, equally, open": replace(DEFAULT, equally=True, is_open=True),
     "default, open": replace(DEFAULT, is_open=True),
-    "default, open, equally": replace(DEFAULT, is_open=True, equally=True),
-    "local 32": Variant(PEERS, 32, compression="float16"),
-    "local 32, equally": Variant(PEERS, 32, compression="float16", equally=True),
-    "local 8": Variant(PEERS, 8, compression="float16"),
-    "local 8, equally": Variant(PEERS, 8, compression="float16", equally=True),
-    "local 2, equally": Variant(PEERS, 2, compression="float16", equally=True),
-    "local 32, proximal 0.01": Variant(PEERS, 32, compression="float16", proximal=0.01),
-    "local 32, proximal 0.1": Variant(PEERS, 32, compression="float16", proximal=0.1),
+    "local 32": replace(LOCAL, equally=False),
+    "local 32, equally": LOCAL,
+    "local 32, equally, alike": LOCAL,
+    "local 32, equally, proximal": replace(LOCAL, proximal=0.1),
+    "local 8, equally": replace(LOCAL, local_steps=8),
+    "local 8, equally, alike": replace(LOCAL, local_steps=8),
+    "local 2, equally": replace(LOCAL, local_steps=2),
+    "local 2, equally, alike": replace(LOCAL, local_steps=2),
 }
 
 
@@ -152,6 +155,8 @@ def train(texts: Texts, name: str, args: argparse.Namespace, seed: int) -> dict:
         steps = max(TARGET, steps * SPEEDS[kinds[0]] // sum(SPEEDS[:PEERS]))
     elif variant.local_updates and args.base:  # as many rounds as fit
         variant = replace(variant, local_steps=max(1, variant.local_steps // 8))
+    if name.endswith("alike"):
+        kinds = [None] * PEERS
     budget = Budget(steps * texts.micro_batch, texts.micro_batch)
     rate = args.learning_rate * (0.5 if variant.local_updates else 1.0)  # of batches an eighth as large
     flags = {"local_updates": variant.local_updates, "outer_learning_rate": args.outer[0]}
@@ -166,26 +171,29 @@ def train(texts: Texts, name: str, args: argparse.Namespace, seed: int) -> dict:
 
 
 def show(found: dict[tuple[str, int], dict], seeds: list[int]) -> None:
-    """Print for each setting the difference of its losses to those of one process, in per cent, over the seeds."""
-    print(f"\n{'setting':<26}{'mean of the four kinds':>24}" + "".join(f"{kind:>15}" for kind in KINDS))
+    """Print the loss of each setting beside others' in per cent, with the 95 % margin over the seeds."""
+    kinds = "".join(f"{kind:>15}" for kind in KINDS)
+    print(f"\n{'setting':<28}{'beside':<26}{'mean of the four':>18}{kinds}")
     names = list(dict.fromkeys(name for name, _ in found))
-    for name in names:
-        rows = [
-            100 * (np.array(found[name, seed]["losses"]) / np.array(found["one process", seed]["losses"]) - 1)
-            for seed in seeds
-            if (name, seed) in found and ("one process", seed) in found
-        ]
-        if not rows:
-            continue
-        means = [float(row.mean()) for row in rows]
-        margin = stats.t.ppf(0.975, len(rows) - 1) * np.std(means, ddof=1) / math.sqrt(len(rows)) if rows[1:] else 0
-        values = "".join(f"{value:>+14.2f}%" for value in np.mean(rows, axis=0))
-        print(f"{name:<26}{np.mean(means):>+15.2f} ± {margin:4.2f} %{values}")
-    for name in names:
-        cut = np.mean([found[name, seed]["cut"] for seed in seeds if (name, seed) in found], axis=0)
-        kept = np.mean([found[name, seed]["kept"] for seed in seeds if (name, seed) in found], axis=0)
-        if name in SETTINGS:
-            print(f"{name}: parts scaled down {np.round(100 * cut, 1)} %, left of a part {np.round(100 * kept, 1)} %")
+    pairs = [(name, "one process") for name in names if name != "one process"]
+    pairs += [(name, f"{name}, alike") for name in names] + [
+        ("local 32, equally, proximal", "local 32, equally, alike")
+    ]
+    pairs += [("default, equally", f"alone {number}") for number in range(PEERS)]
+    for name, reference in pairs:
+        known = [seed for seed in seeds if (name, seed) in found and (reference, seed) in found]
+        losses = [(np.array(found[x, seed]["losses"]) for x in (name, reference)) for seed in known]
+        rows = [100 * (loss / other - 1) for loss, other in losses]
+        if rows:
+            means = [float(row.mean()) for row in rows]
+            factor = stats.t.ppf(0.975, len(rows) - 1) / math.sqrt(len(rows)) if rows[1:] else 0.0
+            margin = factor * np.std(means, ddof=1) if rows[1:] else 0.0
+            values = "".join(f"{value:>+14.2f}%" for value in np.mean(rows, axis=0))
+            print(f"{name:<28}{reference:<26}{np.mean(means):>+9.2f} ± {margin:4.2f} %{values}")
+    for name in filter(SETTINGS.__contains__, names):
+        of_seeds = [found[name, seed] for seed in seeds if (name, seed) in found]
+        cut, kept = (np.round(100 * np.mean([x[key] for x in of_seeds], axis=0), 1) for key in ("cut", "kept"))
+        print(f"{name}: parts of each trainer scaled down {cut} %, left of a part {kept} %")
 
 
 def main() -> None:

@@ -31,8 +31,14 @@ def samples(number: int, generator: torch.Generator) -> tuple[torch.Tensor, torc
     return inputs, (torch.tanh(inputs) @ weights).argmax(1)
 
 
-async def average(gradients: list[torch.Tensor], weights: list[float], **options) -> torch.Tensor:
-    """Average gradients in one part. The first one is the reducer's. `options`: of Bounds."""
+async def average(
+    gradients: list[torch.Tensor], weights: list[float], reported: list[str] | None = None, **options
+) -> torch.Tensor:
+    """Average gradients in one part. The first one is the reducer's.
+
+    :param reported: receives what was wrong with senders
+    :param options: of Bounds
+    """
     own, output = gradients[0], torch.empty_like(gradients[0])
     info = CompressionInfo.from_tensor(own, key=0, role=TensorRole.GRADIENT)
     senders = SENDERS[: len(gradients) - 1]
@@ -42,6 +48,8 @@ async def average(gradients: list[torch.Tensor], weights: list[float], **options
         reducer.start(sender)
         reducer.add(sender, 0, gradient, weight)
     await reducer.run()
+    if reported is not None:
+        reported += reducer.excesses.values()
     return output
 
 
@@ -95,3 +103,41 @@ def test_peers_weigh_the_same_whatever_they_claim():
     gradients[1] = 1e6 * gradients[1]
     mean = asyncio.run(average(gradients, [1.0, 1.0, 1.0, 1.0], weighs_equally=True))
     torch.testing.assert_close(mean, torch.tensor([1.0, 1.5, 1.0, 1.0]) / 4)
+
+
+@functools.cache
+def loss_of_unlike_trainers(size: int, **options) -> tuple[float, int]:
+    """Train as above, with four honest trainers each of which has samples of two of five classes alone.
+
+    :param size: samples of the fourth, of the others BATCH_SIZE
+    :returns: the loss on samples of all classes, and how many senders were reported
+    """
+    torch.manual_seed(0)
+    generator, reported = torch.Generator().manual_seed(1), []
+    model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 5))
+    parameters, sizes = list(model.parameters()), [BATCH_SIZE] * 3 + [size]
+    optimizer = torch.optim.Adam(parameters, lr=3e-3)
+    for _ in range(STEPS):
+        gradients = []
+        for number, batch_size in enumerate(sizes):
+            inputs, labels = samples(8 * batch_size, generator)
+            own = ((labels == number) | (labels == number + 1)).nonzero().flatten()[:batch_size]
+            loss = torch.nn.functional.cross_entropy(model(inputs[own]), labels[own])
+            gradients.append(torch.cat([x.flatten() for x in torch.autograd.grad(loss, parameters)]))
+        mean = asyncio.run(average(gradients, list(map(float, sizes)), reported, **options))
+        clip_norm([mean], 1.0)
+        for parameter, values in zip(parameters, mean.split([p.numel() for p in parameters]), strict=True):
+            parameter.grad = values.view_as(parameter)
+        optimizer.step()
+    inputs, labels = samples(2000, torch.Generator().manual_seed(99))
+    with torch.no_grad():
+        return float(torch.nn.functional.cross_entropy(model(inputs), labels)), len(reported)
+
+
+@pytest.mark.parametrize("weighs_equally", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize("size", [pytest.param(BATCH_SIZE, marks=pytest.mark.long), BATCH_SIZE // 8])
+def test_honest_trainers_with_unlike_samples_are_not_taken_for_hostile(size, weighs_equally):
+    """The bounds by the others' norms leave the loss as it is without them, and nobody is reported."""
+    bounded, reported = loss_of_unlike_trainers(size, weighs_equally=weighs_equally)
+    free, _ = loss_of_unlike_trainers(size, weighs_equally=weighs_equally, believes_weights=True)
+    assert reported == 0 and bounded < 1.05 * free
