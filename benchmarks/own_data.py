@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure what four trainers learn of whom each has text of another kind, that no other one sees.
 
-benchmarks/own_data.py --folder results                                  # a tiny model from scratch, five seeds
+benchmarks/own_data.py --folder results                                  # a tiny model, five seeds
 benchmarks/own_data.py --folder results --base FOLDER --steps 160 --seeds 0      # adapters on a real base
 
 The local and global steps are those of the trainers, in one process on one core. The held-out loss of each kind of
@@ -45,25 +45,24 @@ from peerstep.patches import apply_patches
 from tests.support.peers import read_jsonl
 
 PEERS, LENGTH, VOCAB_SIZE = 4, 64, 1000
-SAMPLES, HELD_OUT = 2000, 100  # of each kind, of a tiny model; with a real base fewer are needed
+SAMPLES, HELD_OUT = 1000, 100  # of each kind, of a tiny model; with a real base fewer are needed
+BASE_SAMPLES, BASE_STEPS, BASE_BATCH, BASE_RATE = 1000, 600, 32, 4e-3  # a tiny base learns other samples of all kinds
 KINDS = ("encyclopaedia", "code", "instructions", "manual")
 TARGET = 8  # mean local steps of the trainers together in a round of gradients, and of one process in a step
 
 DEFAULT = Variant(PEERS, 2, local_updates=False, compression="float16")
-LOCAL = Variant(PEERS, 32, compression="float16", equally=True)
+LOCAL = Variant(PEERS, 16, compression="float16", equally=True)
 SETTINGS = {
     "default": DEFAULT,
     "default, equally": replace(DEFAULT, equally=True),
     "default, equally, open": replace(DEFAULT, equally=True, is_open=True),
     "default, open": replace(DEFAULT, is_open=True),
-    "local 32": replace(LOCAL, equally=False),
-    "local 32, equally": LOCAL,
-    "local 32, equally, alike": LOCAL,
-    "local 32, equally, proximal": replace(LOCAL, proximal=0.1),
-    "local 8, equally": replace(LOCAL, local_steps=8),
-    "local 8, equally, alike": replace(LOCAL, local_steps=8),
-    "local 2, equally": replace(LOCAL, local_steps=2),
-    "local 2, equally, alike": replace(LOCAL, local_steps=2),
+    "local 16": replace(LOCAL, equally=False),
+    "local 16, equally": LOCAL,
+    "local 16, equally, alike": LOCAL,
+    "local 16, equally, proximal": replace(LOCAL, proximal=0.1),
+    "local 4, equally": replace(LOCAL, local_steps=4),
+    "local 4, equally, alike": replace(LOCAL, local_steps=4),
 }
 
 
@@ -89,22 +88,43 @@ class Texts:
             self.tokenizer = train_tokenizer(lines, "clm", VOCAB_SIZE, LENGTH)
         else:
             self.tokenizer = AutoTokenizer.from_pretrained(base)
-        self.sizes, self.held_out, samples = [SAMPLES // scale] * PEERS, [], []
+        self.sizes, self.held_out, samples, others = [SAMPLES // scale] * PEERS, [], [], []
         for text in texts:
             ids = self.tokenizer(text[:1_200_000], add_special_tokens=False)["input_ids"]
             rows = torch.tensor(ids[: len(ids) // LENGTH * LENGTH]).view(-1, LENGTH)
             rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
             num_held_out = HELD_OUT // scale
-            assert len(rows) >= num_held_out + SAMPLES // scale, len(rows)
+            assert len(rows) >= num_held_out + SAMPLES // scale + (BASE_SAMPLES if base is None else 0), len(rows)
             self.held_out.append(rows[:num_held_out])
             samples.append(rows[num_held_out : num_held_out + SAMPLES // scale])
+            others.append(rows[-BASE_SAMPLES:])
         self._samples, self.num_samples, self.micro_batch = torch.cat(samples), sum(self.sizes), micro_batch
+        self._weights = None if base else self._train_base(torch.cat(others))
+
+    def _train_base(self, samples: torch.Tensor) -> dict[str, torch.Tensor]:
+        model, generator = self._build_tiny(), torch.Generator().manual_seed(0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=BASE_RATE)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, BASE_STEPS)
+        for _ in range(BASE_STEPS):
+            rows = samples[torch.randint(len(samples), (BASE_BATCH,), generator=generator)]
+            optimizer.zero_grad()
+            model(input_ids=rows, labels=rows, use_cache=False).loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+        return model.state_dict()
+
+    def _build_tiny(self) -> torch.nn.Module:
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+        return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB_SIZE, max_position_embeddings=LENGTH, **sizes))
 
     def build_model(self, seed: int) -> torch.nn.Module:
         torch.manual_seed(seed)
-        if self.base is None:
-            sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-            return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB_SIZE, max_position_embeddings=LENGTH, **sizes))
+        if self._weights is not None:
+            model = self._build_tiny()
+            model.load_state_dict(self._weights)
+            return model
         model = AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.bfloat16)
         return add_adapters(model, ModelArguments(model_name_or_path=str(self.base), lora_rank=8), self.tokenizer)
 
@@ -154,7 +174,7 @@ def train(texts: Texts, name: str, args: argparse.Namespace, seed: int) -> dict:
         variant = Variant(1, TARGET, local_updates=False)
         steps = max(TARGET, steps * SPEEDS[kinds[0]] // sum(SPEEDS[:PEERS]))
     elif variant.local_updates and args.base:  # as many rounds as fit
-        variant = replace(variant, local_steps=max(1, variant.local_steps // 8))
+        variant = replace(variant, local_steps=max(1, variant.local_steps // 4))
     if name.endswith("alike"):
         kinds = [None] * PEERS
     budget = Budget(steps * texts.micro_batch, texts.micro_batch)
@@ -177,7 +197,7 @@ def show(found: dict[tuple[str, int], dict], seeds: list[int]) -> None:
     names = list(dict.fromkeys(name for name, _ in found))
     pairs = [(name, "one process") for name in names if name != "one process"]
     pairs += [(name, f"{name}, alike") for name in names] + [
-        ("local 32, equally, proximal", "local 32, equally, alike")
+        ("local 16, equally, proximal", "local 16, equally, alike")
     ]
     pairs += [("default, equally", f"alone {number}") for number in range(PEERS)]
     for name, reference in pairs:
@@ -201,9 +221,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="for the results; finished runs are kept")
     parser.add_argument("--shared", type=Path, default=Path("/work/shared/data"), help="folder with the texts")
     parser.add_argument("--base", type=Path, help="a pretrained model, for adapters of rank 8")
-    parser.add_argument("--steps", type=int, default=2400, help="local steps of all trainers together")
+    parser.add_argument("--steps", type=int, default=512, help="local steps of all trainers together")
     parser.add_argument("--micro_batch", type=int, default=4)
-    parser.add_argument("--learning_rate", type=float, default=4e-3)
+    parser.add_argument("--learning_rate", type=float, default=1e-3)
     parser.add_argument("--outer", type=float, nargs=2, default=(0.7, 0.5), metavar=("RATE", "MOMENTUM"))
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))

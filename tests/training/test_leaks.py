@@ -1,9 +1,9 @@
 """What a member of a group reads from another one's contribution: attacks as a test of docs/trust.md.
 
-The attacker has the model and the contribution, as the reducer of these layers has. The first attack
-looks at which rows of the embedding have a gradient: those of the tokens in the batch. The second one is the first part
-of DAGER (https://arxiv.org/abs/2405.15586): the gradient of a linear layer is in the span of its inputs, so a token at
-a place is a candidate if what the first layer receives of it is in the span of the gradient.
+The attacker has the model and the contribution, as the reducer of these layers has. The first attack looks at which
+rows of the embedding have a gradient: those of the tokens in the batch. The second one is the first part of DAGER
+(https://arxiv.org/abs/2405.15586): the gradient of a linear layer is in the span of its inputs, so a token at a place
+is a candidate if what the first layer receives of it is in the span of the gradient.
 """
 
 from functools import partial
