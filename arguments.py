@@ -161,12 +161,11 @@ class DatasetArguments(ModelArguments, DataOptions, group="Model and data"):
         "With --lora_rank: keep the base model in 4 bits, on a GPU, with bitsandbytes (pip install it first)"
     )
     own_data: str | None = described(
-        "Your own text or conversations: a file, 'FOLDER/*.txt' or a folder, read as tokenize_wikitext103.py reads "
-        "them. They stay on this machine, prepared in --output_dir; only what a local step makes of them is averaged"
+        "Your own text or conversations: a file, 'FOLDER/*.txt' or a folder. They stay on this machine; only what a "
+        "local step makes of them is averaged: see docs/own-data.md"
     )
     own_share: float | None = described(
-        "Fraction of this trainer's samples that come from --own_data. Default: half; all if the run has no samples, "
-        "or has them in shards"
+        "Fraction of the samples from --own_data. Default: half; all if the run has none, or has them in shards"
     )
     data_cache: str = described(
         "Size on disk of the shards to keep, if the data is in shards: those in use, and as many of the next as fit"

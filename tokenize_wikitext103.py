@@ -34,7 +34,7 @@ from cotrain.data.manifest import Manifest
 from cotrain.models.objectives import DEFAULT_OBJECTIVE, OBJECTIVES
 from cotrain.models.weights import weight_files
 from cotrain.options import DATASET_FOLDERS
-from cotrain.preparation.corpus import Corpus, open_corpus, read_corpus
+from cotrain.preparation.corpus import Corpus, Source, open_corpus, read_corpus
 from cotrain.settings import BASE_FOLDER
 
 # The rest is imported where it is used: datasets and transformers take seconds, for which --help need not wait.
@@ -70,10 +70,7 @@ class TokenizationArguments(Flags, group="Tokenization"):
         "of WikiText and BookCorpus a line, of others a document; a text file is one document",
     )
     encoding: str | None = flag(None, "Encoding of text files. Default: found, and printed if it is not UTF-8")
-    without_samples: bool = flag(
-        False,
-        "Read no text: write tokenizer and manifest alone, for a run whose trainers bring --own_data",
-    )
+    without_samples: bool = flag(False, "Read no text: write tokenizer and manifest alone, for a run of --own_data")
     sample: bool = flag(False, "Use the documentation topics included with Python as the text. Nothing is downloaded")
     train_on: Literal["all", "last"] = flag("all", "Answers of a conversation to learn, without those of weight 0")
     chosen_only: bool = flag(False, "Take the good answers of preference data, which is refused otherwise")
@@ -244,7 +241,8 @@ def prepare(args: TokenizationArguments) -> Manifest:
         target as tokenizer_folder,
         open_work(args) as work,
     ):
-        source, corpus = (None, {}) if args.without_samples else read_source(args, work, part_chars)
+        source = None if args.without_samples else open_source(args, work)
+        corpus = {} if source is None else read_text(source, args, work, part_chars)
         build_tokenizer(args, corpus, None if is_kept else tokenizer_folder)
         encoder = open_encoder(str(tokenizer_folder))
         flag = "--train_tokenizer" if args.train_tokenizer else "--tokenizer"
@@ -271,17 +269,16 @@ def prepare(args: TokenizationArguments) -> Manifest:
     return manifest
 
 
-def read_source(args: TokenizationArguments, work: Path, part_chars: float):
-    """Return the source of the text, and its documents, which an interrupted preparation may have read already."""
+def read_text(source: Source, args: TokenizationArguments, work: Path, part_chars: float) -> dict[str, Corpus]:
+    """Return the documents of a source, which an interrupted preparation may have read already."""
     from cotrain.common.atomic_files import new_folder
 
-    source = open_source(args, work)
     if (text := work / "text").exists():
         print(f"Continuing the preparation in '{work}'")
     else:
         with new_folder(text, "--cache_dir") as folder:
             read_corpus(source, folder, part_chars, args.max_left_out)
-    return source, open_corpus(source, text, args.validation_fraction, args.seed)
+    return open_corpus(source, text, args.validation_fraction, args.seed)
 
 
 def open_source(args: TokenizationArguments, work: Path):

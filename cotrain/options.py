@@ -197,9 +197,7 @@ class DataOptions(ModelOptions):
         if self.own_data is not None:
             require(self.task is None, "--own_data is text: drop it, and load your samples in the file of --task")
             is_there = Path(self.own_data).exists() or any(glob.iglob(self.own_data, recursive=True))
-            require(
-                is_there, f"--own_data: there is no file '{self.own_data}'; pass a text, conversations or a folder"
-            )
+            require(is_there, f"--own_data: there is no file '{self.own_data}'; pass text, conversations or a folder")
         parse_size("--data_cache", self.data_cache)
         require(self.lora_rank is not None or not self.load_in_4bit, "--load_in_4bit also needs --lora_rank")
         if self.dataset_url is not None:

@@ -165,8 +165,7 @@ class ModelSettings(Flags, group="Model and data"):
         "what the model has learnt. Nobody can check what a trainer trains on: it is a rule for the honest",
     )
     own_validation: bool = setting(
-        True,
-        "Each trainer with --own_data publishes the loss on its held-out part. If not, the evaluator's is the only",
+        True, "Each trainer with --own_data publishes the loss on its held-out part, besides that of the evaluator"
     )
 
     def __post_init__(self):

@@ -93,14 +93,9 @@ class TextTask(Task):
         if own is not None and (not manifest.splits or share == 1 or (manifest.shards and share is None)):
             return OwnSamples(own)
         if split not in manifest.splits:
-            remedy = (
-                "pass --own_data FILE" if split == "train" else "each trainer with --own_data reports its own loss"
-            )
-            raise UserError(f"the data of this run has no samples of the split '{split}': {remedy}")
+            raise UserError(f"this run has no samples to share for '{split}': trainers pass --own_data FILE")
         if own is not None and manifest.shards:
-            raise UserError(
-                f"--own_share {share:g}: the run's data is in shards, which do not mix; pass --own_share 1"
-            )
+            raise UserError(f"--own_share {share:g}: samples in shards, as this run's, do not mix; pass --own_share 1")
         if split == "train" and manifest.shards:
             return ShardedSamples(self.args, self.adopted, manifest)
         samples = load_split(self.args.dataset_path, split)

@@ -1,12 +1,12 @@
 """Whether the run's model helps this trainer: its loss on the held-out part of --own_data."""
 
-import statistics
 import time
 
 import torch
 from accelerate.utils import send_to_device
 from hivemind.utils import get_logger
 
+from cotrain.dht.metrics_schema import MAX_NUMBER
 from cotrain.task import Task
 from peerstep.optimizer import CollaborativeOptimizer
 
@@ -23,29 +23,30 @@ class OwnLoss:
         samples = task.load_samples("validation")
         self.samples = [samples[n] for n in range(min(len(samples), MAX_SAMPLES))]
         self.task, self.model, self.optimizer = task, model, optimizer
-        self.base = self.newest = 0.0
-        self._due_at: float | None = None  # `time.monotonic`; None: not measured yet
+        self.base: float | None = None
+        self.newest = self._due_at = 0.0  # the second on `time.monotonic`
 
     def measure(self) -> bool:
         """Measure the loss, and return True, if it is time. The first time the model has the initial weights."""
         began = time.monotonic()
-        if self._due_at is not None and began < self._due_at:
+        if began < self._due_at:
             return False
         with self.optimizer.saved_state(), self.optimizer.tracker.pause_updates():
             self.newest = self._compute()
-        self.base = self.newest if self._due_at is None else self.base
+        self.base = self.newest if self.base is None else self.base
         self._due_at = time.monotonic() + REST * (time.monotonic() - began)
         logger.info(f"Loss on your own held-out samples: {self.newest:.5f}, {self.base:.5f} before training")
         return True
 
     def _compute(self) -> float:
-        losses, weights, device = [], [], next(self.model.parameters()).device
+        total, count, device = 0.0, 0.0, next(self.model.parameters()).device
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # masks are the same each time
             self.model.eval()
             for sample in self.samples:
                 batch = send_to_device(self.task.collate([sample]), device)
-                losses.append(float(self.task.compute_loss(self.model, batch)))
-                weights.append(float(self.task.weigh(batch)))
+                if weight := float(self.task.weigh(batch)):
+                    total += weight * float(self.task.compute_loss(self.model, batch))
+                    count += weight
         self.model.train()
-        return statistics.fmean(losses, weights)
+        return max(-MAX_NUMBER, min(MAX_NUMBER, total / max(1.0, count)))  # a broken model's NaN is MAX_NUMBER

@@ -137,12 +137,12 @@ def test_errors_are_one_line(run):
             {"own_data": str(secret), "takes_own_data": False},
             "--own_data: run friends takes no data of trainers; drop it",
         ),
-        ({}, r"the data of this run has no samples of the split 'train': pass --own_data FILE"),
+        ({}, r"this run has no samples to share for 'train': trainers pass --own_data FILE"),
     ):
         with pytest.raises(UserError, match=message) as caught:
             load(run, **flags)
         assert "\n" not in str(caught.value)
-    with pytest.raises(ArgumentsError, match="--own_data: there is no file 'none.jsonl'; pass a text"):
+    with pytest.raises(ArgumentsError, match="--own_data: there is no file 'none.jsonl'; pass text"):
         DatasetArguments(own_data="none.jsonl")
     with pytest.raises(ArgumentsError, match="--own_share also needs --own_data"):
         DatasetArguments(own_share=0.5)

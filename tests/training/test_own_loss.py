@@ -1,0 +1,62 @@
+"""The loss on a trainer's own held-out samples: of the initial weights, and later."""
+
+import contextlib
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cotrain.dht.metrics_schema import MAX_NUMBER
+from cotrain.dht.run_records import TrainerRecord
+from cotrain.task import Task
+from cotrain.training import own_loss
+from cotrain.training.own_loss import MAX_SAMPLES, REST, OwnLoss
+from tests.support.dht_records import trainer_record
+
+
+class Lengths(Task):
+    """Samples of one to 100 values; the loss is that of the weight, and a sample without values has none."""
+
+    def load_samples(self, split):
+        assert split == "validation"
+        return [torch.ones(number) for number in range(100)]
+
+    def collate(self, samples):
+        return samples[0]
+
+    def compute_loss(self, model, batch):
+        assert not model.training and not torch.is_grad_enabled()
+        return model.weight.sum() if len(batch) else torch.tensor(math.nan)
+
+    def weigh(self, batch):
+        return float(len(batch))
+
+
+@pytest.fixture
+def clock(monkeypatch) -> SimpleNamespace:
+    clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(own_loss, "time", clock)
+    return clock
+
+
+def test_own_loss_is_measured_at_first_and_then_for_a_fiftieth_of_the_time(clock):
+    model = torch.nn.Linear(1, 1)
+
+    @contextlib.contextmanager
+    def saved_state():
+        clock.now += 2.0  # that the measurement takes
+        yield
+
+    optimizer = SimpleNamespace(saved_state=saved_state, tracker=SimpleNamespace(pause_updates=contextlib.nullcontext))
+    measured = OwnLoss(Lengths(), model, optimizer)
+    assert len(measured.samples) == MAX_SAMPLES
+    for weight, moment, is_due in ((3.0, 100.0, True), (2.0, 150.0, False), (1.0, 102.0 + 2 * REST, True)):
+        clock.now = moment
+        torch.nn.init.constant_(model.weight, weight)
+        assert measured.measure() == is_due and model.training
+    assert (measured.base, measured.newest) == (3.0, 1.0)
+    clock.now += 1000.0
+    torch.nn.init.constant_(model.weight, math.nan)  # a record with it would be refused, and end the trainer
+    assert measured.measure() and measured.newest == MAX_NUMBER
+    TrainerRecord(**trainer_record(own_base_loss=measured.base, own_loss=measured.newest))
