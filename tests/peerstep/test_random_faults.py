@@ -60,8 +60,12 @@ def find_histories(run: FaultyRun) -> list[str]:
 
 def steps_since_shared(one: FaultyPeer, other: FaultyPeer, every: int) -> int:
     """Return how many steps ago two trainers last averaged parameters in one group; all steps if they never did."""
-    groups = [{e["step"]: set(e["group"]) for e in peer.rounds if e["outcome"] == "averaged"} for peer in (one, other)]
-    shared = [step for step in groups[0].keys() & groups[1] if step % every == 0 and groups[0][step] == groups[1][step]]
+
+    def groups_of(peer: FaultyPeer) -> set[tuple[int, frozenset[str]]]:
+        averaged = (entry for entry in peer.rounds if entry["outcome"] == "averaged" and entry["step"] % every == 0)
+        return {(entry["step"], frozenset(entry["group"])) for entry in averaged}
+
+    shared = [step for step, _ in groups_of(one) & groups_of(other)]
     return max(one.step, other.step) - max(shared, default=0)
 
 
