@@ -8,6 +8,7 @@ import unicodedata
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from cotrain.common.json_file import JsonFile
 from cotrain.common.names import label, short
@@ -73,7 +74,7 @@ class Contributors:
             known = self._find(peer_id)
             known.username = clean_name(name) or known.username
 
-    def record_losses(self, records: Mapping[object, Mapping]) -> None:
+    def record_losses(self, records: Mapping[Any, Mapping]) -> None:
         """Update what trainers state of the loss on their own samples."""
         for peer_id, record in records.items():
             base, newest = record.get("own_base_loss"), record.get("own_loss")

@@ -1,5 +1,6 @@
 """Whether the run's model helps this trainer: its loss on the held-out part of --own_data."""
 
+import math
 import time
 
 import torch
@@ -23,8 +24,9 @@ class OwnLoss:
         samples = task.load_samples("validation")
         self.samples = [samples[n] for n in range(min(len(samples), MAX_SAMPLES))]
         self.task, self.model, self.optimizer = task, model, optimizer
-        self.base: float | None = None
-        self.newest = self._due_at = 0.0  # the second on `time.monotonic`
+        self.base = math.nan  # until it is measured
+        self.newest = 0.0
+        self._due_at = 0.0  # `time.monotonic`
 
     def measure(self) -> bool:
         """Measure the loss, and return True, if it is time. The first time the model has the initial weights."""
@@ -33,13 +35,14 @@ class OwnLoss:
             return False
         with self.optimizer.saved_state(), self.optimizer.tracker.pause_updates():
             self.newest = self._compute()
-        self.base = self.newest if self.base is None else self.base
+        self.base = self.newest if math.isnan(self.base) else self.base
         self._due_at = time.monotonic() + REST * (time.monotonic() - began)
         logger.info(f"Loss on your own held-out samples: {self.newest:.5f}, {self.base:.5f} before training")
         return True
 
     def _compute(self) -> float:
-        total, count, device = 0.0, 0.0, next(self.model.parameters()).device
+        total = count = 0.0
+        device = next(self.model.parameters()).device
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # masks are the same each time
             self.model.eval()
