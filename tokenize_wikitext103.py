@@ -176,7 +176,7 @@ def main() -> None:
     from cotrain.preparation.saving import summarize
 
     started = time.perf_counter()
-    print(summarize(prepare(args)))
+    print(summarize(prepare(args)) or "No samples: each trainer brings its own")
     for path in (args.output_path, args.tokenizer_path):
         size = sum(file.stat().st_size for file in Path(path).rglob("*") if file.is_file())
         print(f"{path}: {size / 1e6:,.1f} MB")
