@@ -16,7 +16,9 @@ from cotrain.monitoring.aggregation import PeerStep, StepReport
 
 MAX_CONTRIBUTORS = 5000  # that are kept, and half of those known; a key pair costs nothing
 MAX_NAME_LENGTH = 64
-TABLE_COLUMNS = ("place", "name", "peer", "samples", "steps", "own loss", "state")
+# A phone shows the first four
+TABLE_COLUMNS = ("place", "name", "share", "state", "own loss", "samples", "steps", "peer")
+MAX_ROWS = 100  # of a leaderboard
 
 
 @dataclass
@@ -108,16 +110,17 @@ class Contributors:
         self._known = {contributor.peer_id: contributor for contributor in contributors}
 
 
-def build_table(
-    contributors: Contributors, paused: Collection[str] = ()
-) -> list[tuple[int, str, str, int, int, str, str]]:
+def build_table(contributors: Contributors, paused: Collection[str] = ()) -> list[tuple[object, ...]]:
     """Return the rows of the leaderboard, one value for each of TABLE_COLUMNS. Names are plain text of a peer.
 
     :param paused: peer IDs of trainers that pause
     """
+    leaders, state = contributors.leaders, dict.fromkeys(paused, "paused")
+    total = sum(x.samples for x in leaders) or 1
     return [
-        (place, x.name, short(x.peer_id), x.samples, x.steps, x.own_loss, "paused" if x.peer_id in paused else "")
-        for place, x in enumerate(contributors.leaders[:100], 1)
+        (place, x.name, f"{x.samples / total:.1%}", state.get(x.peer_id, ""), x.own_loss)
+        + (x.samples, x.steps, short(x.peer_id))
+        for place, x in enumerate(leaders[:MAX_ROWS], 1)
     ]
 
 

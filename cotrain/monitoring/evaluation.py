@@ -199,6 +199,8 @@ class EvaluationLoop:
         remark = f"\t({time.monotonic() - started:.1f} s, from {donor})"
         self.reporter.report_evaluation(step, metrics, remark, self._base)
         self.best.update(step, metrics.get("loss"), self.evaluator.task, self.model)
+        if self.best.lowest is not None:
+            self.reporter.report_table("best checkpoint", ("step", "validation loss"), [self.best.lowest], step)
 
 
 def _parse_evaluation(content: Any) -> tuple[int, float]:
@@ -213,20 +215,20 @@ class BestModel:
 
     def __init__(self, folder: Path, patience: int):
         self.folder, self.patience = folder, patience
-        self._best = JsonFile(folder / _EVALUATION).load(_parse_evaluation)
+        self.lowest = JsonFile(folder / _EVALUATION).load(_parse_evaluation)  # step and loss
         self._num_worse = 0  # evaluations since then
 
     def update(self, step: int, loss: float | None, task: Task, model: torch.nn.Module) -> None:
         """Keep the model of a step if its validation loss is the lowest so far; log an error if that fails."""
         if loss is None:
             return
-        if self._best is not None and loss >= self._best[1]:
+        if self.lowest is not None and loss >= self.lowest[1]:
             self._num_worse += 1
             if self._num_worse % self.patience == 0:
-                what = f"has not fallen for {self._num_worse} evaluations: it was lowest at step #{self._best[0]}"
-                logger.warning(f"The validation loss {what}, {self._best[1]:.5f}; that model is in '{self.folder}'")
+                what = f"has not fallen for {self._num_worse} evaluations: it was lowest at step #{self.lowest[0]}"
+                logger.warning(f"The validation loss {what}, {self.lowest[1]:.5f}; that model is in '{self.folder}'")
             return
-        self._best, self._num_worse = (step, loss), 0
+        self.lowest, self._num_worse = (step, loss), 0
         try:
             with new_folder(self.folder, "--output_dir", overwrite=True, replaceable=(_EVALUATION,)) as temporary:
                 write_model(temporary, task, model)

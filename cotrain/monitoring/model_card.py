@@ -11,7 +11,8 @@ from pathlib import Path
 from huggingface_hub import ModelCard, ModelCardData
 
 from cotrain.models.model import get_model_class
-from cotrain.monitoring.contributors import Contributors, build_table
+from cotrain.common.names import short
+from cotrain.monitoring.contributors import MAX_ROWS, Contributors
 from cotrain.status.status import plural
 from cotrain.task import Task
 from cotrain.tasks.text import TextTask
@@ -67,7 +68,11 @@ def build_card(
     :param initial_peers: addresses through which newcomers join over the internet; empty if there are none
     :param page: address of the run's curves, see `is_page`
     """
-    leaders, table = contributors.leaders, [row[:5] for row in build_table(contributors)]
+    leaders = contributors.leaders
+    rows = [
+        (place, escape_markdown(x.name), escape_markdown(short(x.peer_id)), x.samples, x.steps)
+        for place, x in enumerate(leaders[:MAX_ROWS], 1)
+    ]
     return ModelCard.from_template(
         build_card_data(metadata),
         str(Path(__file__).with_suffix(".md")),
@@ -77,10 +82,10 @@ def build_card(
         step=step,
         loss=loss,
         page=page,
-        rows=[(place, escape_markdown(name), escape_markdown(peer), *counts) for place, name, peer, *counts in table],
+        rows=rows,
         samples=sum(leader.samples for leader in leaders),
         contributors=plural(len(leaders), "contributor"),
-        is_cut=len(table) < len(leaders),
+        is_cut=len(rows) < len(leaders),
         join_command=shlex.join(["./run_trainer.py", "--initial_peers", *initial_peers]) if initial_peers else None,
         **describe_model(metadata.task),
     )

@@ -174,9 +174,10 @@ def test_leaderboard_is_shown_as_often_as_checkpoints_are_saved_and_at_the_end(t
     finish(monitor)
     key = short(monitor.contributors.leaders[0].peer_id)
     # trackio and wandb show the cells as plain text
-    columns, own = ("place", "name", "peer", "samples", "steps", "own loss", "state"), "1.500 -> 1.250"
+    columns, own = ("place", "name", "share", "state", "own loss", "samples", "steps", "peer"), "1.500 -> 1.250"
     assert [call.args for call in reporter.report_table.call_args_list] == [
-        ("contributors", columns, [(1, "al i/<c>e", key, 8 * step, step, own, "")], step) for step in (1, 3, 4)
+        ("contributors", columns, [(1, "al i/<c>e", "100.0%", "", own, 8 * step, step, key)], step)
+        for step in (1, 3, 4)
     ]
     assert caplog.text.count("Contributors, by samples: al i/<c>e") == 3
     first, _, last = (message for message in caplog.messages if "samples in all" in message)
@@ -353,7 +354,7 @@ def test_paused_trainers_are_named_in_log_leaderboard_and_dashboard(tmp_path, st
     board = next(line for line in reversed(caplog.messages) if line.startswith("Contributors"))
     assert board.count("(paused)") == 1 and "(alice) 128 (paused)" in board
     rows = reporter.report_table.call_args.args[2]
-    assert sorted((row[2], row[-1]) for row in rows) == [("alice", "paused"), ("bob", ""), ("carol", "")]
+    assert sorted((row[-1], row[3]) for row in rows) == [("alice", "paused"), ("bob", ""), ("carol", "")]
     assert reporter.report.call_args.args[1]["paused peers"] == 1
     publish(stored, 7, "alice", "carol", username="a volunteer", paused=False)
     monitor.refresh()
