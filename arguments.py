@@ -5,10 +5,11 @@ and checks, which the library needs, too (cotrain/options.py). The flags of a si
 and defaults are those of hivemind's ALBERT example; cotrain/common/argument_parser.py translates older names.
 """
 
+import os
 from dataclasses import dataclass
 from typing import Literal
 
-from cotrain.common.flags import ArgumentsError, Flags, described, flag
+from cotrain.common.flags import ArgumentsError, Flags, described, flag, is_page, require
 from cotrain.options import (
     CollaborationOptions,
     DataOptions,
@@ -229,12 +230,30 @@ class ReportingArguments(Flags, group="Reporting"):
         "without an account), trackio (local, no account), or tensorboard (install the package first)",
     )
     wandb_project: str | None = flag(None, "Name of the Weights & Biases project; implies --report_to wandb")
+    server_url: str | None = flag(
+        None, "Address of your trackio server for the curves; its token is in the environment: TRACKIO_WRITE_TOKEN"
+    )
 
     def __post_init__(self):
         super().__post_init__()
+        if self.server_url is not None:  # which is published; no message repeats it
+            is_plain = is_page(self.server_url) and not {"?", "#"}.intersection(self.server_url)
+            require(is_plain, "--server_url must be an address like https://curves.example.org, without a token")
+            require("TRACKIO_WRITE_TOKEN" in os.environ, "--server_url needs TRACKIO_WRITE_TOKEN in the environment")
+            self.require_trackio("server_url")
         if self.wandb_project is not None:
             if self.report_to not in ("none", "wandb"):
                 raise ArgumentsError(f"--wandb_project needs wandb: drop it, or drop --report_to {self.report_to}")
             if wrong := set("/\\#?%:").intersection(self.wandb_project):
                 raise ArgumentsError(f"--wandb_project {self.wandb_project}: wandb allows no '{min(wrong)}' in a name")
             self.report_to = "wandb"
+
+    def require_trackio(self, name: str) -> None:
+        """Report to trackio, which keeps the curves where flag `name` says: a variable for another place is unset."""
+        if self.report_to not in ("none", "trackio"):
+            raise ArgumentsError(f"--{name} needs trackio: drop --report_to {self.report_to}")
+        places = ("space_id", "server_url", "serve_page")
+        require([getattr(self, x, None) for x in places].count(None) > 1, f"pass one of --{', --'.join(places)}")
+        for place in places:
+            os.environ.pop(f"TRACKIO_{place.upper()}", None)
+        self.report_to = "trackio"

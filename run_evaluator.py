@@ -93,7 +93,8 @@ def evaluate(entry, stop: StopSignal) -> None:
 
         # Downloads of the state, and reports
         observer = open_observer(model, peer, run_id, hyperparameters, args.load_state_timeout)
-        reporter = Reporters(output_dir, run_id, args.report_to, wandb_project=args.wandb_project)
+        options = {"wandb_project": args.wandb_project, "server_url": args.server_url}
+        reporter = Reporters(output_dir, run_id, args.report_to, **options)
         stack.callback(reporter.close)
         averager, best = stack.enter_context(observer), BestModel(output_dir / BEST_FOLDER, args.patience)
         last_step = min(args.max_global_steps or math.inf, hyperparameters.last_step or math.inf)

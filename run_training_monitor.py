@@ -18,8 +18,8 @@ from pathlib import Path
 
 from arguments import BaseTrainingArguments, ModelArguments, ProgressTrackerArguments, ReportingArguments
 from cotrain.common.alerts import Alerts, announced_end
-from cotrain.common.errors import announce_imports, run_script
-from cotrain.common.flags import ArgumentsError, flag, parse_repo_id
+from cotrain.common.errors import UserError, announce_imports, run_script
+from cotrain.common.flags import HOST_PORT, ArgumentsError, flag, parse_repo_id, require
 from cotrain.common.signals import StopSignal
 from cotrain.options import Adopted
 from cotrain.settings import Hyperparameters, StepSettings, check_compression
@@ -49,6 +49,9 @@ class TrainingMonitorArguments(ReportingArguments, group="Monitor"):
         "Show the curves in public with trackio in this Hugging Face Space, which is created if it does not exist: "
         "NAME/SPACE; implies --report_to trackio. Needs a token that may write: `hf auth login` or HF_TOKEN",
     )
+    serve_page: str | None = flag(
+        None, "Serve the curves in public with trackio at this PORT or HOST:PORT of the machine, without an account"
+    )
     sample_text: list[str] = flag(
         list,
         "Sentences with [MASK], or beginnings of texts for a causal model. The monitor logs "
@@ -71,9 +74,13 @@ class TrainingMonitorArguments(ReportingArguments, group="Monitor"):
         super().__post_init__()
         if self.space_id is not None:
             self.space_id = parse_repo_id("--space_id", self.space_id.replace("/spaces/", "/"))
-            if self.report_to not in ("none", "trackio"):
-                raise ArgumentsError(f"--space_id needs trackio: drop --report_to {self.report_to}")
-            self.report_to = "trackio"
+            self.require_trackio("space_id")
+        if self.serve_page is not None:
+            self.serve_page = self.serve_page if ":" in self.serve_page else f"0.0.0.0:{self.serve_page}"
+            match = HOST_PORT.fullmatch(self.serve_page)
+            is_valid = match is not None and match["port"] != "*" and 0 < int(match["port"]) < 65536
+            require(is_valid, f"--serve_page must be PORT or HOST:PORT such as 7860, got '{self.serve_page}'")
+            self.require_trackio("serve_page")
         if self.sample_text and not self.store_checkpoints:
             raise ArgumentsError("--sample_text needs the model of the checkpoints: drop --no_store_checkpoints")
         if self.repo_id is not None:
@@ -160,9 +167,10 @@ def watch_run(entry, stated: dict[str, object], stop: StopSignal, alerts: Alerts
 
         # Reporting
         contributors = Contributors(output_dir, run_id)
-        options = {"wandb_project": args.wandb_project, "space_id": args.space_id}
+        options = {"wandb_project": args.wandb_project, "space_id": args.space_id, "server_url": args.server_url}
         reporter = stack.enter_context(closing(Reporters(output_dir, run_id, args.report_to, **options)))
         uploader = open_uploader(stack, peer, card_metadata, contributors, args, peer_args)
+        server = open_page_server(stack, peer, args, peer_args)
 
         # Checkpoints: downloaded from trainers, and offered to them
         keeper = None if task is None else open_keeper(stack, peer, task, model, reporter, args, run_args)
@@ -175,7 +183,8 @@ def watch_run(entry, stated: dict[str, object], stop: StopSignal, alerts: Alerts
         monitor = build_monitor(peer, reporter, contributors, keeper, uploader, args, run_args, alerts)
         end_time = peer_args.end_time + 120.0  # trainers wait for the last checkpoint for 90 s
         while not (stop.is_set() or time.time() >= end_time or monitor.has_ended()):
-            page = peer_args.page or reporter.page  # wandb's is known after its start
+            page = reporter.page if server is None else server.check()  # known after the start
+            page = peer_args.page or page
             relay.publish(page)
             monitor.refresh(page)
             peer.dht.check_invitation()
@@ -222,6 +231,18 @@ def open_uploader(stack: ExitStack, peer, metadata, contributors, args: Training
     initial_peers = choose_maddrs(peer.dht.get_visible_maddrs(), peer_args.use_ipfs, least=3)
     options = Path(args.output_dir), args.upload_interval, args.private_repo, args.upload_training_state
     return stack.enter_context(closing(HubUploader(metadata, contributors, initial_peers, *options)))
+
+
+def open_page_server(stack: ExitStack, peer, args: TrainingMonitorArguments, peer_args):
+    """Return the server of --serve_page, if there is one; the stack ends it."""
+    if args.serve_page is None:
+        return None
+    from cotrain.monitoring.page_server import PageServer, find_address
+
+    if peer_args.page is None and (peer_args.tunnel != "none" or peer_args.announce_tunnel):
+        raise UserError("--serve_page: the tunnel leads to the peer alone; pass the address of the page with --page")
+    address = peer_args.page or find_address(args.serve_page, peer)
+    return stack.enter_context(closing(PageServer(args.serve_page, address)))
 
 
 def open_keeper(stack: ExitStack, peer, task, model, reporter, args: TrainingMonitorArguments, run_args: RunArguments):

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from cotrain.models.model import get_model_class
 from cotrain.common.names import short
+from cotrain.models.model import get_model_class
 from cotrain.monitoring.contributors import MAX_ROWS, Contributors
 from cotrain.status.status import plural
 from cotrain.task import Task

@@ -13,11 +13,14 @@ import queue
 import secrets
 import shlex
 import threading
+import time
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
+import requests
 from accelerate.state import PartialState
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker, WandBTracker
 
@@ -30,9 +33,11 @@ logger = logging.getLogger(__name__)
 PLOT_ORDER = "loss,validation loss,performance,alive peers,samples"
 ADDRESS = "{host}?project={project}&smoothing=0"
 WANDB_TIMEOUT = 30.0  # seconds for wandb to connect, before it records offline
+SERVER_TIMEOUT = 5.0  # seconds for a trackio server to answer, before one warning
 FINISH_TIMEOUT = 30.0  # seconds for wandb to upload the remaining values
 # A factor between the steps of two tables: a run of 125 000 steps has 250 leaderboards, not 25 000 of 8 KB each.
 TABLE_GROWTH = 1.05
+TABLE_SECONDS = 1800.0  # after which a table is sent all the same: it says who is paused
 DASHBOARD_TIMEOUT = 40.0  # seconds that `Dashboard.close` waits; wandb and trackio take at most 30 to finish
 
 
@@ -48,7 +53,7 @@ class Dashboard:
         self.tracker = tracker
         self._calls = queue.SimpleQueue()  # some 30 MB for the 125 000 steps of a run
         self._calls.put(tracker.start)
-        self._table_steps: dict[str, int] = {}  # a table's name -> the step at which the tracker last got it
+        self._sent: dict[str, tuple[int, float]] = {}  # a table's name -> at which step, and when, the tracker got it
         self._withheld: dict[str, Callable[[], None]] = {}  # the newest tables since
         self._thread = threading.Thread(target=self._run, name=tracker.name, daemon=True)
         self._thread.start()
@@ -66,13 +71,14 @@ class Dashboard:
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
         """Queue a table of numbers and plain text, which only wandb and trackio draw.
 
-        The tracker gets a table again once the step has grown by `TABLE_GROWTH` or has gone back, and at the end.
+        The tracker gets a table again once the step has grown by `TABLE_GROWTH` or has gone back, after
+        TABLE_SECONDS, and at the end.
         """
         if hasattr(self.tracker, "log_table"):
-            data, last = list(map(list, rows)), self._table_steps.get(name, 0)
+            data, (last, sent_at) = list(map(list, rows)), self._sent.get(name, (0, 0.0))
             self._withheld[name] = partial(self.tracker.log_table, name, list(columns), data=data, step=step)
-            if not last <= step < last * TABLE_GROWTH:
-                self._table_steps[name] = step
+            if not last <= step < last * TABLE_GROWTH or time.monotonic() >= sent_at + TABLE_SECONDS:
+                self._sent[name] = step, time.monotonic()
                 self._calls.put(self._withheld.pop(name))
 
     def close(self) -> None:
@@ -99,14 +105,14 @@ class Dashboard:
 
 
 def build_tracker(
-    name: str, output_dir: Path, run_id: str, wandb_project: str | None = None, space_id: str | None = None
+    name: str, output_dir: Path, run_id: str, wandb_project: str | None = None, **place: str | None
 ) -> GeneralTracker:
-    """Build the tracker for a value of --report_to."""
+    """Build the tracker for a value of --report_to; `place` is for `ProjectTrackioTracker`."""
     output_dir = output_dir.resolve()
     if name == "wandb":
         return OfflineCapableWandbTracker(output_dir, wandb_project or run_id, run_id)
     if name == "trackio":
-        return ProjectTrackioTracker(output_dir / name, run_id, space_id)
+        return ProjectTrackioTracker(output_dir / name, run_id, **place)
     # Each start adds an event file; TensorBoard merges them.
     logger.info(f"Curves: tensorboard --logdir {shlex.quote(str(output_dir / name))}")
     return TensorBoardTracker(run_id, output_dir / name)
@@ -188,34 +194,62 @@ def show_command(folder: Path, project: str) -> str:
 
 
 class ProjectTrackioTracker(TrackioTracker):
-    """trackio, in a local folder without an account and a server, or in a Hugging Face Space.
+    """trackio, in a local folder without an account and a server, in a Hugging Face Space, or on a server.
 
     If a token is present, trackio requests the user's name from the Hugging Face Hub, without a timeout. While a Space
-    cannot be reached, trackio keeps the values in the folder and sends them later.
+    or a server cannot be reached, trackio keeps the values in the folder and sends them later.
     """
 
     page: str | None = None
 
-    def __init__(self, folder: Path, project: str, space_id: str | None = None):
-        self.space_id = space_id or os.environ.get("TRACKIO_SPACE_ID")
-        options = {"space_id": self.space_id, "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+    def __init__(self, folder: Path, project: str, space_id: str | None = None, server_url: str | None = None):
+        space_id = None if server_url is not None else space_id or os.environ.get("TRACKIO_SPACE_ID")
+        space = None if space_id is None else f"https://huggingface.co/spaces/{space_id}"
+        self.server_url = server_url
+        self.host = space if server_url is None else f"{server_url.rstrip('/')}/"  # None: a local folder
+        options = {"space_id": space_id, "server_url": server_url, "embed": False}
+        options |= {"auto_log_gpu": False, "auto_log_cpu": False}
         super().__init__(project, name=project, resume="allow", **options)
         # trackio reads it on import. A value that is already set is the user's folder for dashboards.
         os.environ.setdefault("TRACKIO_DIR", str(folder))
-        os.environ.setdefault("TRACKIO_PLOT_ORDER", PLOT_ORDER)  # of a Space
+        os.environ.setdefault("TRACKIO_PLOT_ORDER", PLOT_ORDER)  # of a Space, and of --serve_page
+        self._has_warned = False
 
     def start(self) -> None:
         import trackio
 
-        if self.space_id is None:
+        self._check_server()
+        if self.server_url is not None:
+            warnings.filterwarnings("ignore", module="trackio")  # several, of several lines
+        elif self.host is None:
             logger.info(f"Curves: {show_command(trackio.TRACKIO_DIR, self.run_name)}")
             # Suppresses trackio's own hint for a new project, which lacks the folder.
             trackio.context_vars.current_project.set(self.run_name)
         super().start()
-        if self.space_id is not None:
-            host = f"https://huggingface.co/spaces/{self.space_id}"
-            self.page = ADDRESS.format(host=host, project=quote(self.run_name))
+        if self.server_url is not None:  # trackio sends what an earlier process has kept only to Spaces
+            self.run._has_local_buffer = trackio.SQLiteStorage.has_pending_data(self.run_name)  # noqa: SLF001
+        if self.host is not None:
+            self.page = ADDRESS.format(host=self.host, project=quote(self.run_name))
             logger.info(f"Curves: {self.page}")
+
+    def finish(self) -> None:
+        self._check_server()
+        super().finish()
+
+    def _check_server(self) -> None:
+        """Warn once if the server does not answer, or refuses the token: trackio itself tries again in silence."""
+        if self.server_url is None or self._has_warned:
+            return
+        url = f"{self.host}api/get_run_mutation_status"
+        options = {"headers": {"X-Trackio-Write-Token": os.environ["TRACKIO_WRITE_TOKEN"]}, "allow_redirects": False}
+        try:
+            answer = requests.post(url, json={}, timeout=SERVER_TIMEOUT, **options).json()
+            fault = "" if answer["data"]["allowed"] else "refuses the token in TRACKIO_WRITE_TOKEN"
+        except (requests.RequestException, LookupError, TypeError) as error:
+            fault = f"does not answer as trackio does ({type(error).__name__})"
+        if fault:
+            self._has_warned, kept = True, os.environ["TRACKIO_DIR"]
+            logger.warning(f"{self.server_url} {fault}: the curves are kept in '{kept}' until it takes them")
 
     def log_table(self, table_name: str, columns: list[str], data: list[list], step: int) -> None:
         """Log a table, as accelerate's tracker for wandb does. trackio shows its cells as plain text."""

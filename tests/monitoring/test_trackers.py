@@ -187,7 +187,7 @@ def test_dashboard_that_hangs_does_not_hold_up_the_monitor(tmp_path, monkeypatch
     answer.set()
 
 
-def test_tables_become_rare(tmp_path):
+def test_tables_become_rare(tmp_path, monkeypatch):
     """Tables of up to 100 rows at every fifth of 125 000 steps would be 200 MB, which the page loads at once."""
 
     def shown(table_steps) -> list[int]:
@@ -202,6 +202,8 @@ def test_tables_become_rare(tmp_path):
     assert steps[:23] == [*range(0, 110, 5), 115] and steps[-2] > 1800 and steps[-1] == 1000, "a rollback"
     assert 60 < len(steps) < 100
     assert shown((56, 57, 58)) == [56, 58], "the last table of a run is shown"
+    monkeypatch.setattr(trackers, "TABLE_SECONDS", 0.0)
+    assert shown((56, 57, 58)) == [56, 57, 58], "after half an hour: who is paused has changed"
 
 
 def test_only_plain_addresses_are_published(tmp_path):
