@@ -7,7 +7,7 @@ PACE              seconds of a local step on any machine: the trainer sleeps unt
 RECORD            a file: the trainer appends its local steps, downloads of the training state, reads of the others'
                   progress, and numbers of DHT requests, as JSON lines
 DOWNLOAD_SECONDS  more seconds for each download of the training state, as on a slow connection
-CLOCK             seconds by which this machine's clock is ahead
+CLOCK             seconds by which this machine's clock is ahead, or a file with that number, which may change
 ATTACK            how the trainer attacks its run, see attacks.py
 PAUSE             the script pauses in the middle of its first checkpoint until a signal has arrived
 """
@@ -128,10 +128,16 @@ def slow_down_downloads(seconds: float, recorder: Recorder | None) -> None:
     TrainingStateAverager.download_state = download_state
 
 
-def set_clock(seconds: float) -> None:
-    """Let the clock of this process, and of those forked from it, be ahead."""
-    read = time.time
-    time.time = lambda: read() + seconds
+def set_clock(ahead: str) -> None:
+    """Let the clock of this process, and of those forked from it, be ahead.
+
+    :param ahead: seconds, or a file with that number, which is read each time
+    """
+    read, file = time.time, Path(ahead)
+    if file.is_file():
+        time.time = lambda: read() + float(file.read_text(encoding="utf-8"))
+    else:
+        time.time = lambda: read() + float(ahead)
 
 
 def pause_in_checkpoint() -> None:
@@ -172,7 +178,7 @@ def alter(train: Callable) -> Callable:
 def main() -> None:
     del sys.argv[0]  # error messages name the script that is now sys.argv[0]
     if "CLOCK" in os.environ:
-        set_clock(float(os.environ["CLOCK"]))
+        set_clock(os.environ["CLOCK"])
     if "PAUSE" in os.environ:
         pause_in_checkpoint()
     if "ATTACK" in os.environ:
