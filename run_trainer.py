@@ -8,6 +8,7 @@ Join a collaboration with
 where the address is one that the monitor or any trainer prints at its start.
 """
 
+import sys
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -67,6 +68,13 @@ def train(args: TrainerOptions, stop: StopSignal) -> None:
 
 def main() -> None:
     start_trainer(train, TRAINER_ARGUMENTS, __doc__)
+
+
+def join() -> None:
+    """Run `cotrain-join ADDRESS …`, the command of the installed package."""
+    if len(sys.argv) > 1 and sys.argv[1].startswith("/"):
+        sys.argv.insert(1, "--initial_peers")
+    run_script(main)
 
 
 if __name__ == "__main__":

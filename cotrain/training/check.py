@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
+from importlib.metadata import requires
 from pathlib import Path
 
 from cotrain.common.argument_parser import CommandLine
@@ -50,7 +51,9 @@ def check_all(command_line: CommandLine, stop: StopSignal) -> Iterator[Finding]:
     """Yield each finding as soon as it is there."""
     args = TrainerOptions._make((*command_line.arguments, NOTHING))
     initial_peers = args.collaboration.initial_peers
-    yield check_versions(REQUIREMENTS.read_text(encoding="utf-8"))
+    is_clone = REQUIREMENTS.exists()
+    pinned = REQUIREMENTS.read_text(encoding="utf-8") if is_clone else "\n".join(requires("cotrain") or ())
+    yield check_versions(pinned)
     yield check_open_files(raise_file_limit())
     yield attempt("folders", partial(check_folders, Path(args.training.output_dir)))
     yield from map(check_address, filter(find_tcp_endpoint, initial_peers))
