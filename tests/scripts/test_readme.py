@@ -40,7 +40,7 @@ PLACEHOLDERS = [
     (r"(?<= )…", ""),  # more flags
 ]
 # Of other programs
-FLAGS_OF_OTHERS = {"--pids-limit", "--profile", "--shm-size", "--repo-type", "--folder",
+FLAGS_OF_OTHERS = {"--from", "--pids-limit", "--profile", "--shm-size", "--repo-type", "--folder",
                    "--directory", "--to", "--local-dir", "--project", "--require-hashes", "--gpus",
                    "--instance-id", "--network", "--output", "--init", "--stop-timeout", "--quiet", "--depth", "--now",
                    "--disable-pip-version-check"}  # fmt: skip
