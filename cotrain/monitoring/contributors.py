@@ -17,7 +17,7 @@ from cotrain.monitoring.aggregation import PeerStep, StepReport
 MAX_CONTRIBUTORS = 5000  # that are kept, and half of those known; a key pair costs nothing
 MAX_NAME_LENGTH = 64
 # A phone shows the first four
-TABLE_COLUMNS = ("place", "name", "share", "state", "own loss", "samples", "steps", "peer")
+TABLE_COLUMNS = ("#", "name", "share", "state", "own loss", "samples", "steps", "peer")
 MAX_ROWS = 100  # of a leaderboard
 
 

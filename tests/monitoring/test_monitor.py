@@ -174,7 +174,7 @@ def test_leaderboard_is_shown_as_often_as_checkpoints_are_saved_and_at_the_end(t
     finish(monitor)
     key = short(monitor.contributors.leaders[0].peer_id)
     # trackio and wandb show the cells as plain text
-    columns, own = ("place", "name", "share", "state", "own loss", "samples", "steps", "peer"), "1.500 -> 1.250"
+    columns, own = ("#", "name", "share", "state", "own loss", "samples", "steps", "peer"), "1.500 -> 1.250"
     assert [call.args for call in reporter.report_table.call_args_list] == [
         ("contributors", columns, [(1, "al i/<c>e", "100.0%", "", own, 8 * step, step, key)], step)
         for step in (1, 3, 4)
