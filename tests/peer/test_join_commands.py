@@ -3,12 +3,15 @@
 import json
 import re
 import shlex
+import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hivemind.utils.crypto import RSAPrivateKey
 
+import run_trainer
 from arguments import TRAINER_ARGUMENTS, ModelArguments
 from cotrain.common.argument_parser import ArgumentParser, CommandLine
 from cotrain.common.errors import UserError
@@ -122,3 +125,23 @@ def test_less_trust_in_what_the_volunteer_has_not_typed(adopt, flag):
     dataset_args = entry.arguments[1]
     assert dataset_args.dataset_url == run["dataset_url"] and name not in entry.adopted.names
     assert ("token" in build_hub_options(dataset_args, entry.adopted)) == (name == "dataset_url")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["/ip4/203.0.113.1/tcp/1/p2p/Qm", "--client_mode"],
+         ["--initial_peers", "/ip4/203.0.113.1/tcp/1/p2p/Qm", "--client_mode"]),
+        (["--status"], ["--status"]),
+        ([], []),
+    ],
+)  # fmt: skip
+def test_installed_command_takes_the_address_alone(monkeypatch, words, expected):
+    """`cotrain-join`, which pyproject.toml declares with the modules that it needs."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    module, _, function = settings["project"]["scripts"]["cotrain-join"].partition(":")
+    assert {module, "arguments", "callback", "utils"} == set(settings["tool"]["setuptools"]["py-modules"])
+    monkeypatch.setattr(sys, "argv", ["cotrain-join", *words])
+    monkeypatch.setattr(run_trainer, "run_script", lambda main: main is run_trainer.main or pytest.fail("another"))
+    getattr(sys.modules[module], function)()
+    assert sys.argv[1:] == expected
