@@ -115,13 +115,12 @@ def build_table(contributors: Contributors, paused: Collection[str] = ()) -> lis
 
     :param paused: peer IDs of trainers that pause
     """
-    leaders, state = contributors.leaders, dict.fromkeys(paused, "paused")
+    leaders, rows = contributors.leaders, []
     total = sum(x.samples for x in leaders) or 1
-    return [
-        (place, x.name, f"{x.samples / total:.1%}", state.get(x.peer_id, ""), x.own_loss)
-        + (x.samples, x.steps, short(x.peer_id))
-        for place, x in enumerate(leaders[:MAX_ROWS], 1)
-    ]
+    for place, x in enumerate(leaders[:MAX_ROWS], 1):
+        share, state = f"{x.samples / total:.1%}", "paused" if x.peer_id in paused else ""
+        rows.append((place, x.name, share, state, x.own_loss, x.samples, x.steps, short(x.peer_id)))
+    return rows
 
 
 def format_leaderboard(contributors: Contributors, paused: Collection[str] = ()) -> str:
