@@ -120,7 +120,8 @@ def parse(tmp_path, monkeypatch):
     monkeypatch.setattr(HfArgumentParser, "parse_args_into_dataclasses", parse)
     monkeypatch.chdir(tmp_path)
     Path("src").mkdir()
-    for name in ("my_text.txt", "corpus.txt", "src/program.py", "chats.jsonl", "conversations.jsonl"):
+    invitations = ("monitor.invitation", "alice.invitation")
+    for name in ("my_text.txt", "corpus.txt", "src/program.py", "chats.jsonl", "conversations.jsonl", *invitations):
         Path(name).touch()
     for name in ("configs", "examples"):
         Path(name).symlink_to(ROOT / name)
