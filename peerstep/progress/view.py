@@ -186,7 +186,7 @@ class View:
         step, now, own = self.next_step, self.now, self.own
         reach = max(HEARTBEAT_SECONDS, SECONDS_PER_PEER * (1 + len(self.others)))
         reported, estimated, rates, stuck = {}, {}, {}, set()
-        own_counts = not (own.away and self.contributing)
+        own_counts = not (self.contributing and (own.away or self.num_lacking > LACKING))
         for progress in [*self.contributing, own] if own_counts else self.contributing:
             # Other peers' samples are extrapolated for a heartbeat after the report, in large runs until the next
             # read: a killed peer computes no more.

@@ -542,6 +542,30 @@ def test_paused_trainer_costs_the_others_nothing_and_continues_without_a_downloa
         assert not idle.downloads
 
 
+@pytest.mark.parametrize("local", [False, True])
+def test_trainer_that_lacks_many_updates_after_a_pause_is_in_the_next_round(local):
+    """The others do not count its samples: while it did, it looked for their group long before them."""
+    with Scenario(9, target_batch_size=260, averaging_timeout=60.0, local_updates=local) as scenario:
+        peers = [scenario.add(speed=0.6 + 0.1 * index, uplink=3000.0 * 2**index) for index in range(3)]
+        idle, returned = peers[1], []
+        scenario.reach(9)
+
+        def pause() -> float:
+            del idle._compute_seconds
+            idle.optimizer.pause(idle.model)
+            scenario.time.sleep(600.0)
+            idle.optimizer.resume(idle.model, idle.model.weight.device)
+            returned.append(len(idle.rounds))
+            return idle._compute_seconds()
+
+        idle._compute_seconds = pause
+        scenario.wait_until(lambda: returned, 700.0)
+        last = max(scenario.steps_of())
+        scenario.reach(last + 4)
+        assert "missed" not in idle.outcomes()[returned[0] :], scenario.describe()
+        assert not idle.downloads
+
+
 def test_newcomer_gets_the_state_of_a_run_whose_trainers_are_all_paused():
     with Scenario(3) as scenario:
         only = scenario.add(speed=2.0)

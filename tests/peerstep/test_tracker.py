@@ -481,10 +481,17 @@ def test_peers_that_lack_updates_or_are_away_make_no_step_due(clock):
     assert tracker.view().seconds_to_step == 0 and tracker.view().num_lacking == 0, "all lack the same"
 
 
-def test_trainer_that_is_away_sees_a_step_due_when_the_others_do(clock):
-    """It counted its own samples alone: its search was over before the others', and it was in no round for good."""
+@pytest.mark.parametrize("reason", ["away", "lacks updates"])
+def test_trainer_that_does_not_count_sees_a_step_due_when_the_others_do(clock, reason):
+    """It counted its own samples alone: its search was over before the others', and it was in no round for good.
+
+    With local updates, one that returned from a pause of ten minutes missed three rounds.
+    """
     tracker = make_tracker()
-    tracker.set_away(True)
+    if reason == "away":
+        tracker.set_away(True)
+    else:
+        tracker.report_position(0, 0, distance=14.0)
     see(tracker, record(1, samples=80))
     compute(tracker, 60)
     assert tracker.view().estimate[0] == 80 and tracker.view().seconds_to_step > 0
