@@ -45,6 +45,7 @@ class Variant:
     :param warmup: fraction of the samples before the first outer step: plain averages after each local step
     :param growth: fraction of the samples within which rounds grow from one local step to `local_steps`
     :param equally: whether each peer with samples weighs the same in a round
+    :param per_step: weigh changes by 1 / samples, so that peers with more local steps say no more (FedNova)
     :param proximal: local updates: strength of the pull to the parameters of the last global step (FedProx)
     :param is_open: bound weights and norms as in an open run; else as in one with invitations
     """
@@ -58,6 +59,7 @@ class Variant:
     warmup: float = 0.0
     growth: float = 0.0
     equally: bool = False
+    per_step: bool = False
     proximal: float = 0.0
     is_open: bool = False
 
@@ -124,6 +126,8 @@ def all_reduce(
         weights = list(cap_weights(dict(enumerate(weights)), len(contributions) - 1).values())
     if variant.equally:
         weights = [float(weight > 0) for weight in weights]
+    if variant.per_step:
+        weights = [1.0 / weight if weight else 0.0 for weight in weights]
     fractions = [1.0] * len(contributions)
     containers = [TensorPartContainer(tensors, fractions, compression) for tensors in contributions]
     means = []

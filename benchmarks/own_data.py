@@ -61,6 +61,7 @@ SETTINGS = {
     "local 16, equally": LOCAL,
     "local 16, equally, alike": LOCAL,
     "local 16, equally, proximal": replace(LOCAL, proximal=0.1),
+    "local 16, per step": replace(LOCAL, equally=False, per_step=True),
     "local 4, equally": replace(LOCAL, local_steps=4),
     "local 4, equally, alike": replace(LOCAL, local_steps=4),
 }
@@ -202,8 +203,8 @@ def show(found: dict[tuple[str, int], dict], seeds: list[int]) -> None:
     pairs += [("default, equally", f"alone {number}") for number in range(PEERS)]
     for name, reference in pairs:
         known = [seed for seed in seeds if (name, seed) in found and (reference, seed) in found]
-        losses = [(np.array(found[x, seed]["losses"]) for x in (name, reference)) for seed in known]
-        rows = [100 * (loss / other - 1) for loss, other in losses]
+        pairs_of_losses = [(found[name, seed]["losses"], found[reference, seed]["losses"]) for seed in known]
+        rows = [100 * (np.array(losses) / np.array(others) - 1) for losses, others in pairs_of_losses]
         if rows:
             means = [float(row.mean()) for row in rows]
             factor = stats.t.ppf(0.975, len(rows) - 1) / math.sqrt(len(rows)) if rows[1:] else 0.0
