@@ -46,7 +46,7 @@ def load_workload(args: TrainerOptions) -> Workload:
     task = load_task(args.dataset, args.adopted, has_weights=True, disable_tqdm=hide_bar, device=device)
     if (path := args.dataset.own_data) is not None:
         _prepare_own_data(path, args, task)
-    samples = load_samples(task, "train")
+    samples: Any = load_samples(task, "train")
     set_batch_size(args, device)
     batch_size = args.training.per_device_train_batch_size
     of_one = samples.own if isinstance(samples, OwnSamples) else samples
