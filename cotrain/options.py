@@ -20,6 +20,7 @@ from cotrain.common.flags import (
     parse_size,
     require,
     require_apart,
+    split_peers,
 )
 from cotrain.settings import Compression, Hyperparameters, ModelSettings, RunSettings, StepSettings
 
@@ -52,8 +53,10 @@ class PeerOptions(RunSettings):
         super().__post_init__()
         read_webhook(self.webhook_file)
         for name in ("initial_peers", "trusted_relays"):
-            peers = [peer for value in getattr(self, name) for peer in value.split(",") if peer]
+            values = getattr(self, name)
+            peers = [peer for value in values for peer in split_peers(value)]
             setattr(self, name, peers)
+            require(bool(peers) or not values, f"--{name} is empty: pass an address, or leave the flag out")
             for peer in peers:
                 check_peer(f"--{name}", peer)
         if self.invitation is not None and self.identity_path is not None:

@@ -15,7 +15,7 @@ from typing import TextIO
 
 from cotrain.common.batch_size import fit_batch_size
 from cotrain.common.errors import UserError
-from cotrain.common.flags import check_peer, check_web_address
+from cotrain.common.flags import check_peer, check_web_address, split_peers
 from peerstep.peer.processes import leave_with_parent
 
 # ALBERT-large with 512 tokens in mixed precision keeps 0.73 GiB of activations per sample, and needs another 0.2 GiB
@@ -54,7 +54,7 @@ def trainer_command(
     if username.strip():
         command += ["--username", username.strip()]
     if initial_peers is not None:
-        peers = [word for word in initial_peers.replace(",", " ").split() if word != "--initial_peers"]
+        peers = split_peers(initial_peers)
         if not peers:
             raise UserError("INITIAL_PEERS is empty: paste the address that the organiser of the run gave you")
         for peer in peers:

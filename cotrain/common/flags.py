@@ -148,7 +148,8 @@ def is_page(url: object) -> bool:
 
 
 # A multiaddress is a list of /name/value pairs; a few names have no value. These checks need no libp2p daemon.
-PEER_ID = re.compile(r"(12D3KooW|Qm|16Uiu2|1|bafz)[1-9A-HJ-NP-Za-km-z]{20,}")
+# The IDs of RSA, Ed25519 and secp256k1 keys, in base58. libp2p's daemon does not start with one that is cut off.
+PEER_ID = re.compile(r"((Qm|12D3KooW)[1-9A-HJ-NP-Za-km-z]{44}|16Uiu2[1-9A-HJ-NP-Za-km-z]{47})")
 HOST_PORT = re.compile(r"(?P<host>\[[0-9a-fA-F:]*\]|[\w.-]+):(?P<port>\d+|\*)", re.ASCII)
 _VALUELESS_PROTOCOLS = {"quic", "quic-v1", "ws", "wss", "tls", "noise", "p2p-circuit", "http", "https", "webtransport"}
 _PROTOCOLS_WITH_VALUE = {"ip4", "ip6", "dns", "dns4", "dns6", "dnsaddr", "tcp", "udp", "p2p", "ipfs", "certhash"}
@@ -178,6 +179,12 @@ def check_maddr(flag: str, maddr: str) -> dict[str, str]:
         if name in ("tcp", "udp"):
             require(value.isdigit() and int(value) <= 65535, f"{flag}: '{value}' in '{maddr}' is not a port")
     return protocols
+
+
+def split_peers(text: str) -> list[str]:
+    """Return the addresses in a text that was copied from a chat or a log: with quotes, spaces, or the flag's name."""
+    words = (word.strip("'\"`“”„[]<>") for word in re.split(r"[\s,]+", text))
+    return [word for word in words if word not in ("", "--initial_peers")]
 
 
 def endpoint_to_maddrs(flag: str, endpoint: str) -> list[str]:

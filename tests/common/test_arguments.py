@@ -102,6 +102,15 @@ def test_values_that_a_command_leads_to(script, command, expected):
     assert found == expected
 
 
+@pytest.mark.parametrize(
+    "pasted", [f"'{PEER}',\n“{OTHER}”\n", f"--initial_peers [{PEER}]  {OTHER}", f"{PEER},{OTHER},"]
+)
+def test_addresses_may_be_pasted_with_what_is_around_them(pasted):
+    arguments = parse_arguments(SCRIPTS["run_trainer.py"], "a script", ["--initial_peers", pasted])
+    (found,) = (args.initial_peers for args in arguments if hasattr(args, "initial_peers"))
+    assert found == [PEER, OTHER]
+
+
 def test_each_old_flag_is_named_in_one_warning(capsys):
     parse("run_trainer.py", "--experiment_prefix=x --compression float16 --listen_on [::]:7 --logging_dir l")
     first, second, third, last = capsys.readouterr().err.splitlines()
@@ -182,6 +191,10 @@ def test_endpoints_become_multiaddresses(endpoint, maddrs):
         ("run_trainer.py", f"--announce_tunnel bore.pub:0 {FIXED}", "the port that other peers dial"),
         ("run_trainer.py", f"--announce_tunnel 0.0.0.0:7 {FIXED}", "0.0.0.0"),
         ("run_trainer.py", f"--initial_peers /ip4/203.0.113.1/tcp/80/p2p/{PEER_ID}!", "--initial_peers"),
+        ("run_trainer.py", "--initial_peers ", "--initial_peers is empty"),  # as of a variable that is not set
+        ("run_trainer.py", f"--initial_peers {PEER[:-2]}", "Copy the whole address"),
+        ("run_trainer.py", f"--initial_peers {PEER}/ip4", "'ip4'"),
+        ("run_trainer.py", f"--initial_peers {PEER[:-9]}\n{PEER[-9:]}", "Copy the whole address"),
         ("run_trainer.py", "--initial_peers /ip4/203.0.113.1/tcp/80", "PEER_ID"),
         ("run_trainer.py", f"--use_ipfs --initial_peers {PEER}", "--use_ipfs"),
         ("run_trainer.py", "--dataset_url ftp://example.org/data.tar.gz", "--dataset_url"),
