@@ -209,7 +209,8 @@ def test_a_pipe_is_read_once(tmp_path):
         ({"t.jsonl": b'{"body": "a"}\n'}, "t.jsonl", r"--text_column: 't\.jsonl' has no column 'text', but body"),
         ({"t.csv": b"a,b\n1,2\n"}, "t.csv", r"--text_column: 't\.csv' has no column 'text', but a, b"),
         ({"t.parquet": to_parquet({"text": [b"a"]})}, "t.parquet", r"--text_column: .* type bytes"),
-        ({"t.parquet": b"version https://git-lfs.github.com/spec/v1\n"}, "t.parquet", r"'t\.parquet' cannot be read"),
+        ({"t.parquet": b"version https://git-lfs.github.com/spec/v1\n"}, "t.parquet", "git lfs pull"),
+        ({"t.txt": b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n"}, "t.txt", "git lfs pull"),
         ({"t.csv": b"text\nonly one\n"}, "t.csv", r"is a single document.*: pass a text of several rows"),
     ],
 )  # fmt: skip
@@ -296,6 +297,14 @@ def test_a_quotation_mark_that_is_not_closed_is_named(tmp_path, capsys):
     assert len(read(tmp_path, "t.csv")) == 20
     assert "Warning: t.csv: row 10 has 981 lines. If that is wrong, a quotation mark" in capsys.readouterr().out
     assert read(tmp_path, "u.csv") == ["a", "b\nc"] and "Warning" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_half_of_an_emoji_is_replaced(tmp_path, indent):
+    """Scraped chats are cut in the middle of one. A whole one, in two escapes, stays."""
+    rows = [{"text": "cut \ud83d"}, {"text": "\udc00 cut"}, {"text": "whole \U0001f600"}]
+    write(tmp_path, {"t.jsonl": "\n".join(json.dumps(row, indent=indent) for row in rows).encode()})
+    assert read(tmp_path, "t.jsonl") == ["cut \ufffd", "whole \U0001f600", "\ufffd cut"]
 
 
 @pytest.mark.parametrize(
