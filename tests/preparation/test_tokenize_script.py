@@ -159,6 +159,12 @@ def test_the_same_text_gives_the_same_tokenizer(objective):
     assert len(sha256) == 1
 
 
+def test_a_book_in_one_line_trains_a_tokenizer():
+    """sentencepiece leaves out a line above a million bytes, and takes hours for a little less."""
+    words = (f"{chr(97 + number % 26) * 18}{number % 10}" for number in range(60_000))
+    assert len(train_tokenizer([" ".join(words)], "mlm_sop", 60, 64)) == 60
+
+
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_signal_in_the_middle_of_training_a_tokenizer_is_no_error_of_the_text(objective):
     def documents() -> Iterator[str]:
