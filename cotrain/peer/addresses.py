@@ -1,5 +1,8 @@
 """Addresses of a peer: which to announce, and which to give to other peers."""
 
+import errno
+import socket
+import time
 from collections.abc import Sequence
 from ipaddress import ip_address
 from pathlib import Path
@@ -11,12 +14,37 @@ from hivemind.utils import get_logger
 from hivemind.utils.logging import TextStyle
 from hivemind.utils.multiaddr import Multiaddr
 
-from cotrain.common.errors import TemporaryError, first_line
+from cotrain.common.errors import TemporaryError, UserError, first_line
 from cotrain.common.flags import check_maddr
 from cotrain.common.json_file import write_json
 from cotrain.options import PeerOptions
 
 logger = get_logger(__name__)
+
+PORT_SECONDS = 10.0  # for the end of a peer that has been stopped and listens on the same port
+
+
+def await_ports(host_maddrs: Sequence[str]) -> None:
+    """Wait until no program listens on the TCP ports; UserError after PORT_SECONDS.
+
+    libp2p's sockets share a port: each connection would reach one of two peers.
+    """
+    deadline = time.monotonic() + PORT_SECONDS
+    for maddr in host_maddrs:
+        _, version, host, kind, port, *_ = f"{maddr}//".split("/")
+        while kind == "tcp" and port != "0" and _is_in_use(version, host, int(port)):
+            if time.monotonic() > deadline:
+                raise UserError(f"cannot listen on --host_maddrs {maddr}: the port is in use; pass another")
+            time.sleep(0.5)
+
+
+def _is_in_use(version: str, host: str, port: int) -> bool:
+    try:
+        family = socket.AF_INET6 if version == "ip6" else socket.AF_INET
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        return error.errno == errno.EADDRINUSE
+    return False
 
 
 def fix_tcp_port(host_maddrs: Sequence[str]) -> tuple[list[str], int]:

@@ -17,7 +17,7 @@ from cotrain.common.atomic_files import lock_folder, remove_leftovers
 from cotrain.common.errors import TemporaryError, UserError
 from cotrain.common.signals import StopSignal
 from cotrain.options import PeerOptions
-from cotrain.peer.addresses import peer_id_in
+from cotrain.peer.addresses import await_ports, peer_id_in
 from peerstep.errors import PeerError
 from peerstep.local_peer import LocalPeer, write_private_key
 from peerstep.peer.node import SafeDHT
@@ -79,6 +79,8 @@ def start_peer(
             raise UserError(f"--username is '{own}', and the invitation is for '{name}': drop --username")
         args.username = name
         node_class, options = InvitedDHT, {"admission": admission}
+    if not client_mode:
+        await_ports(args.host_maddrs)
     deadline, warn_at = time.monotonic() + args.bootstrap_timeout, 0.0
     while True:
         try:

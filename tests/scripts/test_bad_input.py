@@ -17,7 +17,7 @@ import run_evaluator
 import run_trainer
 import run_training_monitor
 from cotrain.common.errors import TEMPORARY, run_script
-from tests.support.peers import LOCAL, TINY_ALBERT, local_peer
+from tests.support.peers import LOCAL, TINY_ALBERT, local_peer, reserve_maddr
 
 UNKNOWN_PEERS = (
     "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N",
@@ -127,6 +127,15 @@ def test_port_that_is_in_use(run):
         other.listen()
         port = other.getsockname()[1]
         assert "--host_maddrs" in run(host_maddrs=f"/ip4/127.0.0.1/tcp/{port}")
+
+
+@pytest.mark.peers
+def test_port_of_another_peer(run, tmp_path, monkeypatch):
+    """libp2p's sockets share it: each connection would reach one of the two."""
+    monkeypatch.setattr("cotrain.peer.addresses.PORT_SECONDS", 0.5)
+    maddr = reserve_maddr()
+    with local_peer(tmp_path / "other", "other", host_maddrs=[maddr]):
+        assert f"--host_maddrs {maddr}: the port is in use" in run(host_maddrs=maddr)
 
 
 @pytest.mark.peers
