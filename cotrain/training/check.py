@@ -58,10 +58,10 @@ def check_all(command_line: CommandLine, stop: StopSignal) -> Iterator[Finding]:
     yield attempt("folders", partial(check_folders, Path(args.training.output_dir)))
     yield from map(check_address, filter(find_tcp_endpoint, initial_peers))
     try:
-        require_run(command_line, args)
         args = find_run_config(command_line, stop).to_options()
         peer_args = args.collaboration
         with open_tunnel(peer_args):  # a wrong token is found before anything is downloaded
+            require_run(command_line, args)
             device = find_device(args.training.use_cpu)
             num_devices = choose_devices(args.training, args.dataset.lora_rank is not None)[1]
             if args.dataset.lora_rank is not None:  # before the weights of the base are downloaded
