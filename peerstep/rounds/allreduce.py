@@ -256,7 +256,10 @@ class AllReduce:
                 index = (remote.num_closed + len(remote.parts)) // 2
 
     async def _accept(self, remote: _Remote, part: Part, message: averaging_pb2.AveragingData) -> None:
-        """Accept the average of a part. Parameters too far from this peer's are not, gradients are scaled down.
+        """Accept the average of a part, scaled down to the bounds.
+
+        Parameters beyond them count as not received, and those far beyond are not taken. A peer that took none beyond
+        stayed apart from the others in that part: each round refused it again.
 
         :raises ValueError: if it is malformed or not finite
         """
@@ -266,7 +269,8 @@ class AllReduce:
             average = await loop.run_in_executor(None, deserialize_torch_tensor, message.tensor_part)
             if message.weight == DIFFERENCE:
                 average = part.own + average
-            average, _, excess = self._answer_bounds.clip(part.info, average, part.own, 1.0, part.slack)
+            answered = average
+            average, _, excess = self._answer_bounds.clip(part.info, answered, part.own, 1.0, part.slack)
         except ValueError as error:
             self.violations[remote.peer_id] = str(error)
             raise
@@ -278,8 +282,10 @@ class AllReduce:
             remote.is_far |= excess is not None
         if excess is not None:
             self.excesses[remote.peer_id] = excess
-        if excess is None or part.is_gradient:
+        is_within = excess is None or part.is_gradient
+        if is_within or norm_of(answered - part.own) <= REPORTED * norm_of(average - part.own):
             part.output.copy_(average)
+        if is_within:
             self._arrived.add(part)
         remote.num_closed += not part.is_given
         self.was_late |= remote.num_closed > remote.num_opened

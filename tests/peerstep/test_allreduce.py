@@ -504,7 +504,7 @@ def test_sender_of_too_large_values_moves_nobody_far_and_is_not_banned(change, m
             assert torch.allclose(gradient[:100], torch.tensor((1 + 3 * 2 + 100 * 3) / 104 * 1e-3))
 
 
-@pytest.mark.parametrize("value", [1e20, 10.0, 0.1075])
+@pytest.mark.parametrize("value", [1e20, 10.0, 1.5, 0.1075])
 def test_reducer_of_too_large_values_moves_nobody_far_and_is_not_banned(value, monkeypatch):
     group, _ = average_with(of_kind(averaging_pb2.AVERAGED_PART, fill(value)), monkeypatch)
     for member, own, (gradient, parameters) in list(zip(group.members, group.inputs, group.outputs, strict=True))[:2]:
@@ -512,7 +512,8 @@ def test_reducer_of_too_large_values_moves_nobody_far_and_is_not_banned(value, m
         assert torch.allclose(gradient[:100], torch.tensor((1 + 3 * 2 + 2 * 3) / 6 * 1e-3))
         assert gradient.norm() < 4.5
         if value > 1:
-            assert torch.equal(parameters[-100:], own[1][-100:]), "what it reduces stays"
+            moved = (parameters[-100:] - own[1][-100:]).mean()
+            assert 0.1 < moved < 0.3 if value == 1.5 else moved == 0, "what it reduces stays, or goes to the bound"
             assert received(member) == pytest.approx(5 / 6, abs=0.05)
 
 
