@@ -8,6 +8,7 @@ from urllib.parse import quote
 
 import psutil
 
+from cotrain.common.flags import is_page, require
 from cotrain.monitoring.trackers import ADDRESS
 from cotrain.peer.addresses import choose_maddrs
 from peerstep.local_peer import LocalPeer
@@ -67,9 +68,15 @@ class PageServer:
 
 
 def find_address(endpoint: str, peer: LocalPeer) -> str:
-    """Return the address of a page. At 0.0.0.0 it has the host that the peer announces, of IPv4 if there is one."""
+    """Return the address of a page. At 0.0.0.0 it has the host that the peer announces, of IPv4 if there is one.
+
+    :raises ArgumentsError: if trainers would refuse it, and not join
+    """
     host, _, port = endpoint.rpartition(":")
-    if host == "0.0.0.0":
+    if host in ("0.0.0.0", "[::]"):
         hosts = [maddr.split("/")[2] for maddr in choose_maddrs(peer.dht.get_visible_maddrs())]
         host = min(hosts, key=lambda name: ":" in name)
-    return ADDRESS.format(host=f"http://{host}:{port}/", project=quote(peer.run_id))
+    address = ADDRESS.format(host=f"http://{host}:{port}/", project=quote(peer.run_id))
+    fault = f"--serve_page: trainers refuse '{address}', which is too long or of IPv6; pass an address with --page"
+    require(is_page(address), fault)
+    return address

@@ -167,10 +167,14 @@ def test_address_has_the_host_that_the_peer_announces():
         ("0.0.0.0:7860", [home, "/ip4/8.8.8.8/tcp/31337"], "8.8.8.8:7860"),
         ("0.0.0.0:7860", ["/ip6/2001:4860::1/tcp/31337", "/ip4/8.8.8.8/tcp/1"], "8.8.8.8:7860"),
         ("0.0.0.0:80", [home, "/dns4/example.org/tcp/31337"], "example.org:80"),
+        ("[::]:7860", [home, "/ip4/8.8.8.8/tcp/31337"], "8.8.8.8:7860"),
         ("127.0.0.1:7860", [public], "127.0.0.1:7860"),
     ]:
         page = find(endpoint, *maddrs)
         assert page == f"http://{host}{tail}" and is_page(page)
+    for endpoint, maddr in (("[::1]:7860", public), ("0.0.0.0:7860", "/ip6/2001:4860::1/tcp/31337")):
+        with pytest.raises(ArgumentsError, match="--serve_page: trainers refuse .*--page"):
+            find(endpoint, maddr)
 
 
 # --server_url
