@@ -121,6 +121,9 @@ def test_page_is_public_but_not_its_token(tmp_path, url, capfd, caplog):
         assert log["step"] == 3 and log["validation loss"] == 9.5
         for token in (None, "", "a-guess"):
             assert "write_token is required" in ask(url, "delete_run", token, project="my run", run="my run")["error"]
+        assert "no attribute" in ask(url, "query_project", project="my run", query="select 1")["error"]
+        if sys.platform == "linux":
+            assert psutil.Process(server._process.pid).rlimit(psutil.RLIMIT_DATA)[0] == 2**31
         assert len(read_logs(url)) == 1
         newest = server._process
     assert newest.poll() is not None, "it ends with the monitor"
