@@ -28,6 +28,7 @@ from cotrain.status.status_keeper import StatusKeeper
 from cotrain.task import Task
 from cotrain.training.device_errors import is_device_error
 from cotrain.training.gpu_programs import GpuPrograms
+from cotrain.training.hf_trainer import autocast_dtype
 from cotrain.training.own_loss import OwnLoss
 from cotrain.training.publisher import Publisher
 from cotrain.training.recovery import Recovery
@@ -73,7 +74,8 @@ class TrainingSession:
         self.status = StatusKeeper(self.recovery.folder, optimizer, self.args, shown, self.loss_meter, should_stop)
         self.publisher = Publisher(name, peer, relay, self.status)
         if arguments.dataset is not None and arguments.dataset.own_data and arguments.dataset.own_validation:
-            self.publisher.own_loss = OwnLoss(task, model, optimizer)
+            dtype = autocast_dtype(arguments.training, next(model.parameters()).device)
+            self.publisher.own_loss = OwnLoss(task, model, optimizer, dtype)
         self.on_report: Callable[[StepMetrics], object] = bool  # called with the metrics of each global step
         self.joined_at = -math.inf
         self.client_mode_alarm = ClientModeAlarm()
