@@ -2,6 +2,7 @@
 
 import glob
 import hashlib
+import os
 from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
@@ -199,7 +200,8 @@ class DataOptions(ModelOptions):
         require(self.own_share is None or self.own_data is not None, "--own_share also needs --own_data")
         if self.own_data is not None:
             require(self.task is None, "--own_data is text: drop it, and load your samples in the file of --task")
-            is_there = Path(self.own_data).exists() or any(glob.iglob(self.own_data, recursive=True))
+            files = filter(os.path.isfile, glob.iglob(self.own_data, recursive=True))
+            is_there = Path(self.own_data).exists() or any(files)
             require(is_there, f"--own_data: there is no file '{self.own_data}'; pass text, conversations or a folder")
         parse_size("--data_cache", self.data_cache)
         require(self.lora_rank is not None or not self.load_in_4bit, "--load_in_4bit also needs --lora_rank")

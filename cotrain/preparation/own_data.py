@@ -33,7 +33,7 @@ def prepare_own_data(path: str, run: Manifest, tokenizer: Path, folder: Path) ->
     files = describe_files(glob.escape(path) if Path(path).exists() else path)
     digest = hashlib.sha256(repr((files, asdict(config), run.tokenizer_sha256)).encode()).hexdigest()
     if (folder / MANIFEST_NAME).is_file():
-        if Manifest.load(folder).source == digest:
+        if files and Manifest.load(folder).source == digest:  # a pipe may bring another text
             return
         logger.info(f"--own_data: '{path}', or what the run makes of it, has changed: preparing it again")
     datasets.disable_progress_bars()

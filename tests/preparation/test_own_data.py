@@ -1,6 +1,7 @@
 """A trainer's own text: how it is prepared, mixed with the run's, and refused."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,23 @@ def test_a_folder_and_a_wildcard_are_read(run):
     assert counts[0] == counts[1] > 10
 
 
+def test_a_pipe_is_read_at_each_start(tmp_path):
+    make_chat_tokenizer("chatml").save_pretrained(tmp_path)
+    settings = {"objective": "clm", "max_seq_length": 64, "seed": 0, "language": "en", "source": "none",
+                "tokenizer": "base", "tokenizer_class": "", "vocab_size": 1000, "tokenizer_sha256": "",
+                "splits": {}, "shards": []}  # fmt: skip
+    counts = []
+    for lines in (40, 80):
+        text = "".join(f"About sailing {n}.\n\n" for n in range(lines))
+        reading, writing = os.pipe()
+        os.write(writing, text.encode())
+        os.close(writing)
+        prepare_own_data(f"/dev/fd/{reading}", Manifest(**settings), tmp_path, tmp_path / "own_data")
+        os.close(reading)
+        counts.append(Manifest.load(tmp_path / "own_data").splits["train"]["tokens"])
+    assert counts[1] > counts[0] > 0
+
+
 def test_own_samples_are_mixed_with_the_runs(run):
     """In a pass each of the longer part comes once, and the share is as told."""
     own, common = ([{"n": n, "is_own": is_own} for n in range(size)] for size, is_own in ((10, True), (60, False)))
@@ -144,5 +162,8 @@ def test_errors_are_one_line(run):
         assert "\n" not in str(caught.value)
     with pytest.raises(ArgumentsError, match="--own_data: there is no file 'none.jsonl'; pass text"):
         DatasetArguments(own_data="none.jsonl")
+    (run / "years/2020").mkdir(parents=True)
+    with pytest.raises(ArgumentsError, match=r"--own_data: there is no file '.*/years/\*'; pass text"):
+        DatasetArguments(own_data=str(run / "years/*"))
     with pytest.raises(ArgumentsError, match="--own_share also needs --own_data"):
         DatasetArguments(own_share=0.5)
