@@ -62,7 +62,7 @@ def test_own_text_is_learnt_and_stays_at_home(tmp_path, launcher):
         monitor = start("run_training_monitor.py", "monitor", "--host_maddrs", reserve_maddr(), *settings)
         join = ("--initial_peers", monitor.address, "--host_maddrs", LOCAL, "--per_device_train_batch_size", 4,
                 "--gradient_accumulation_steps", 1)  # fmt: skip
-        chats = write_chats(tmp_path / "one/chats.jsonl", "sailing")
+        chats = write_chats(tmp_path / "one/diary-of-alice.jsonl", "sailing")
         one = start("run_trainer.py", "one", *join, "--own_data", chats, "--username", "one", pace=0.2)
         other = write_chats(tmp_path / "two/chats.jsonl", "baking")
         other.write_text(other.read_text(encoding="utf-8").replace(MARKER, "plain"), encoding="utf-8")
@@ -95,10 +95,11 @@ def test_own_text_is_learnt_and_stays_at_home(tmp_path, launcher):
             assert "Traceback" not in script.output
     assert "own_loss" in records["albert_trainers"]
     tokens = make_chat_tokenizer("chatml")(MARKER, add_special_tokens=False)["input_ids"]
-    secrets = MARKER.encode(), b"sailing", np.array(tokens, dtype=np.int32).tobytes()
+    secrets = MARKER.encode(), b"sailing", b"diary-of-alice", np.array(tokens, dtype=np.int32).tobytes()
     home = all_bytes(tmp_path / "one")
     assert all(secret in home for secret in secrets), "where they are found if they are there"
     for place in ("monitor", "two", "www"):
         content = all_bytes(tmp_path / place)
         assert not any(secret in content for secret in secrets), place
-    assert not any(MARKER in text or "sailing" in text for text in records.values())
+    words = MARKER, "sailing", "diary-of-alice"
+    assert not any(word in text for word in words for text in records.values())
