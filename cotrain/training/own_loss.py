@@ -14,7 +14,9 @@ from peerstep.optimizer import CollaborativeOptimizer
 logger = get_logger(__name__)
 
 MAX_SAMPLES = 32  # one at a time, so it needs no more memory than training
-MAX_SECONDS = 60.0  # of the first measurement, before the trainer joins; the later ones have its samples
+# Of the first measurement, before the trainer joins; the later ones have its samples. With local updates, a round that
+# begins during one waits for it.
+MAX_SECONDS = 20.0
 REST = 50.0  # times as long as it took, until it is measured again: 2 % of the time
 
 
