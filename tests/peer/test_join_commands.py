@@ -61,7 +61,10 @@ assert {place for place, _, _ in COMMANDS} >= {"trainer.service", "README.md", "
 def adopt(monkeypatch, tmp_path) -> Callable[[dict, str, list[str]], Entry]:
     """Return a function for the arguments that a script's command leads to in a run with some settings."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("cotrain.common.hub_cache._probe", lambda *_args: True)
     Path("examples").symlink_to(ROOT / "examples")
+    for name in ("chats.jsonl", "alice.invitation"):
+        Path(name).touch()
 
     def adopt(run: dict, script: str, words: list[str]) -> Entry:
         config = RunConfig.sign(run, ORGANISER)
@@ -120,7 +123,10 @@ def test_less_trust_in_what_the_volunteer_has_not_typed(adopt, flag):
     entry = adopt(run, "run_trainer.py", joining)
     assert name in entry.adopted.names and list(map(str, entry.adopted.near)) == [ADDRESS.split("/")[2]]
     strict = {"token": False, "use_safetensors": True, "trust_remote_code": False}
-    assert build_hub_options(entry.arguments[1], entry.adopted) == {"cache_dir": "data/cache", **strict}
+    assert build_hub_options(entry.arguments[1], entry.adopted) == strict | {
+        "cache_dir": "data/cache",
+        "local_files_only": False,
+    }
     entry = adopt(run, "run_trainer.py", [*joining, flag, run[name]])
     dataset_args = entry.arguments[1]
     assert dataset_args.dataset_url == run["dataset_url"] and name not in entry.adopted.names
