@@ -162,8 +162,8 @@ class DatasetArguments(ModelArguments, DataOptions, group="Model and data"):
         "With --lora_rank: keep the base model in 4 bits, on a GPU, with bitsandbytes (pip install it first)"
     )
     own_data: str | None = described(
-        "Your own text or conversations: a file, 'FOLDER/*.txt' or a folder. They stay on this machine; only what a "
-        "local step makes of them is averaged: see docs/own-data.md"
+        "Your own text or conversations: a file, 'FOLDER/*.txt' or a folder. They stay on this machine; peers "
+        "average only the gradients or local updates that result: see docs/own-data.md"
     )
     own_share: float | None = described(
         "Fraction of the samples from --own_data. Default: half; all if the run has none, or has them in shards"

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure what four trainers learn of whom each has text of another kind, that no other one sees.
+"""Measure what four trainers learn if each has a separate kind of text, which the others never see.
 
 benchmarks/own_data.py --folder results                                  # a tiny model, five seeds
 benchmarks/own_data.py --folder results --base FOLDER --steps 160 --seeds 0      # adapters on a real base

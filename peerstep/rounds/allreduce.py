@@ -258,8 +258,8 @@ class AllReduce:
     async def _accept(self, remote: _Remote, part: Part, message: averaging_pb2.AveragingData) -> None:
         """Accept the average of a part, scaled down to the bounds.
 
-        Parameters beyond them count as not received, and those far beyond are not taken. A peer that took none beyond
-        stayed apart from the others in that part: each round refused it again.
+        Parameters beyond the bounds count as not received; far beyond, this peer's stay. If they always stayed, a peer
+        that differs from the others in one part would refuse it in each round.
 
         :raises ValueError: if it is malformed or not finite
         """

@@ -109,7 +109,7 @@ class StepMatchmaking(Matchmaking):
         self.is_split = False  # whether its list had other groups
         self.roster: dict[PeerID, RosterEntry] = {}
         self.missed: dict[PeerID, str] = {}  # peers of the roster that are not in the last group, and why
-        # Whom most members of the last list call silent. They have no share, and so cannot answer
+        # Peers that most members of the last list call silent. They have no share, so they cannot answer
         self._called_silent: set[PeerID] = set()
         self._absences: Counter[PeerID] = Counter()  # consecutive rounds that a peer has missed
         # Those of the newest groups; who returns, as after a partition, is not missed before it was in one
@@ -157,7 +157,7 @@ class StepMatchmaking(Matchmaking):
         """Return the peers that may lead, best first. Peers new to the run may lead only if there are no others."""
         nodes = [entry for entry in self.roster.values() if not entry.is_client]
         nodes = [entry for entry in nodes if self.conduct.may_lead(entry.peer_id)]
-        # Those who call it silent would follow another leader than the rest.
+        # A silent leader splits the group: members that call it silent follow another one.
         nodes = [entry for entry in nodes if entry.peer_id not in self._called_silent] or nodes
         established = [entry for entry in nodes if entry.is_established and not entry.is_away]
         step = search.control.step
