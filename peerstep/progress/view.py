@@ -61,8 +61,12 @@ class View:
     @cached_property
     def contributing(self) -> list[PeerProgress]:
         """The trainers of this peer's side that count: they take part in rounds, and their parameters lack little."""
-        most = self._usual_distance + LACKING
-        return [p for p in self.side if p.distance <= most and not self._is_failing(p)]
+        return [progress for progress in self.side if self._counts(progress)]
+
+    def _counts(self, progress: PeerProgress) -> bool:
+        """Whether the samples of a trainer of this peer's side, or of this peer, count towards a step."""
+        is_near = progress.distance <= self._usual_distance + LACKING
+        return is_near and not (progress.away or self._is_failing(progress))
 
     def _is_failing(self, progress: PeerProgress) -> bool:
         """Whether a trainer brings no round through, with this peer or others, whatever it says of being away."""
@@ -186,7 +190,7 @@ class View:
         step, now, own = self.next_step, self.now, self.own
         reach = max(HEARTBEAT_SECONDS, SECONDS_PER_PEER * (1 + len(self.others)))
         reported, estimated, rates, stuck = {}, {}, {}, set()
-        own_counts = not (self.contributing and (own.away or self.num_lacking > LACKING))
+        own_counts = self._counts(own) or not self.contributing
         for progress in [*self.contributing, own] if own_counts else self.contributing:
             # Other peers' samples are extrapolated for a heartbeat after the report, in large runs until the next
             # read: a killed peer computes no more.
