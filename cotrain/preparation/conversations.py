@@ -19,7 +19,7 @@ from cotrain.preparation.encoding import leading_ids
 # A default, which a caller may change
 NO_REASONING = "{%- set enable_thinking = enable_thinking | default(false) -%}"
 _REASONING = re.compile(r'"(?:reasoning_content|thinking|reasoning)": "[^"]|</think')
-_SURROGATE = re.compile(r"[\ud800-\udfff]")
+SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
 def read_conversations(name: str, rows: Iterable, reader: ChatReader | None = None) -> Iterator[Conversation]:
@@ -36,7 +36,7 @@ def read_conversations(name: str, rows: Iterable, reader: ChatReader | None = No
         try:
             content = reader.convert(place, row)
             document = json.dumps([place, *(content or ())], ensure_ascii=False)
-            if _SURROGATE.search(document):
+            if SURROGATE.search(document):
                 raise ValueError("half of a surrogate pair")
         except UserError:
             raise

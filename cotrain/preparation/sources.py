@@ -23,7 +23,7 @@ from cotrain.common.errors import UserError, first_line
 from cotrain.common.hub_cache import is_silent
 from cotrain.models.objectives import SPLITS
 from cotrain.preparation.chat_shapes import ChatReader
-from cotrain.preparation.conversations import read_conversations
+from cotrain.preparation.conversations import SURROGATE, read_conversations
 from cotrain.preparation.corpus import Source
 from cotrain.preparation.tables import read_csv, read_dataset, read_json
 
@@ -144,7 +144,8 @@ def _take(name: str, rows: Iterable[Any], column: Column) -> Iterator[str | None
         if not isinstance(text, str | None):
             kind = type(text).__name__
             raise UserError(f"--text_column: '{column}' of '{name}' has values of type {kind}, not text")
-        yield text
+        # A text that was cut within an emoji has half of it, which UTF-8 cannot hold
+        yield text and SURROGATE.sub("\ufffd", text)
     if not is_there:
         raise UserError(f"--text_column: '{name}' has no column '{column}', but {', '.join(row)}")
 

@@ -9,7 +9,6 @@ from typing import Any, TextIO
 from cotrain.preparation.chat_shapes import drop_nulls
 
 ROW_LINES = 20  # in a row of CSV of more lines a quotation mark may not be closed
-_HALF = r"\ud"  # begins the escapes of halves of characters in JSON, also in pairs
 
 
 def read_json(file: TextIO) -> Iterator[Any]:
@@ -28,13 +27,11 @@ def read_json(file: TextIO) -> Iterator[Any]:
         yield from map(_parse_line, itertools.chain(first, file))
         return
     text, position, decoder = "".join(first) + file.read(), 0, json.JSONDecoder()
-    has_halves = _HALF in text.lower()
     while position < len(text):
         if text[position].isspace():
             position += 1
             continue
         value, position = decoder.raw_decode(text, position)
-        value = _replace_halves(value) if has_halves else value
         rows = value.get("data") if isinstance(value, dict) else value
         yield from rows if isinstance(rows, list) and not any(isinstance(row, str) for row in rows) else [value]
 
@@ -42,16 +39,9 @@ def read_json(file: TextIO) -> Iterator[Any]:
 def _parse_line(line: str) -> Any:
     """Return the value of a line of JSON, or the line if it is none."""
     try:
-        value = json.loads(line)
-        return _replace_halves(value) if _HALF in line.lower() else value
+        return json.loads(line)
     except (ValueError, RecursionError):
         return line
-
-
-def _replace_halves(value: Any) -> Any:
-    """Replace halves of characters, such as a cut emoji's "\\ud83d", by U+FFFD: JSON has them, and UTF-8 does not."""
-    text = json.dumps(value, ensure_ascii=False)
-    return json.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
 
 
 def read_csv(name: str, file: TextIO, separator: str) -> Iterator[dict]:
