@@ -89,11 +89,10 @@ class Trainer:
 
         :raises AssertionError: if the process has ended
         """
-        family = self.script.family()
         assert self.script.process.poll() is None, self.script.output
         number = len(self.steps())
         if number not in self.usage:
-            self.usage[number] = measure_cpu(self.script.process.pid, family)
+            self.usage[number] = measure_cpu(self.script.process.pid, self.script.family())
         return number
 
     def outcome(self, last: int) -> Outcome:
