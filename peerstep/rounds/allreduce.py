@@ -188,8 +188,13 @@ class AllReduce:
 
     @property
     def is_far(self) -> bool:
-        """Whether the parameters of most other reducers are too far from this peer's."""
-        return 2 * sum(r.is_far for r in self._remotes) > sum(r.averages_parameters for r in self._remotes)
+        """Whether the parameters of most others, those they send or average, are too far from this peer's.
+
+        A peer that differs only in what it reduces itself receives no such average.
+        """
+        far = self.reducer.far | {remote.peer_id for remote in self._remotes if remote.is_far}
+        compared = self.reducer.compared | {r.peer_id for r in self._remotes if r.averages_parameters}
+        return 2 * len(far) > len(compared)
 
     async def run(self) -> None:
         """Average. Returns once all averages have arrived and this reducer has closed its parts, or at the timeout."""

@@ -18,7 +18,7 @@ from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2, runtime_pb2
 from hivemind.utils import get_logger
 
-from peerstep.rounds.bounds import MIN_WEIGHT, Bounds, ViolationError, norm_of
+from peerstep.rounds.bounds import ANSWERED_FACTOR, MIN_WEIGHT, Bounds, ViolationError, norm_of
 from peerstep.rounds.relative_bounds import REPORTED, NormFilter, cap_weights
 from peerstep.tensors.checks import TensorSpec, check_tensor
 
@@ -140,6 +140,8 @@ class Reducer:
         self._filter = NormFilter(len(senders), self.bounds.believes_weights or self.bounds.are_updates)
         self.violations: dict[PeerID, str] = {}  # senders of what no honest peer sends, and what it was
         self.excesses: dict[PeerID, str] = {}  # senders of values that were scaled down, and what was wrong
+        # Senders whose parameters count, and those of them that are as far from this peer's as no honest answer is
+        self.compared, self.far = set[PeerID](), set[PeerID]()
         self.delivery = Delivery(len(senders))
         self._changed = asyncio.Event()
 
@@ -225,9 +227,14 @@ class Reducer:
         state, part, sums = self._senders[sender], self.parts[index], self._sums[index]
         if index < state.next_part:
             raise ViolationError("a part again")
-        values, weight, excess = self.bounds.clip(part.info, values, part.own, weight, part.slack)
+        sent = values
+        values, weight, excess = self.bounds.clip(part.info, sent, part.own, weight, part.slack)
         if excess is not None:
             self.excesses[sender] = excess
+        if not part.is_gradient and weight > MIN_WEIGHT:
+            self.compared.add(sender)
+            if excess is not None and norm_of(sent - part.own) > ANSWERED_FACTOR * norm_of(values - part.own):
+                self.far.add(sender)
         state.next_part = index + 1
         if self.averages[index].done():
             return

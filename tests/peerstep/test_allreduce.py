@@ -517,14 +517,20 @@ def test_reducer_of_too_large_values_moves_nobody_far_and_is_not_banned(value, m
             assert received(member) == pytest.approx(5 / 6, abs=0.05)
 
 
-@pytest.mark.parametrize(("number", "far"), [(3, [2]), (2, [0, 1])])
-def test_member_whose_parameters_are_far_from_those_of_most_knows_it(number, far):
+@pytest.mark.parametrize(
+    ("number", "begin", "far"),
+    [(3, 0, [2]), (2, 0, [0, 1]), (4, 3000, [3])],
+    ids=["of three", "of two", "only in what it reduces itself"],
+)
+def test_member_whose_parameters_are_far_from_those_of_most_knows_it(number, begin, far):
     def tensors(member: int) -> list[torch.Tensor]:
         gradient, parameters = make_tensors(0)
-        return [gradient, parameters * (2.0 if member == number - 1 else 1.0)]
+        if member == number - 1:
+            parameters[begin:] *= 2.0
+        return [gradient, parameters]
 
     bounds = Bounds(weight=100.0, parameter_step=0.001)
-    group, _ = average([FAST, FAST / 20, FAST][:number], tensors=tensors, bounds=bounds)
+    group, _ = average([FAST, FAST / 20, FAST, FAST][:number], tensors=tensors, bounds=bounds)
     assert [member for member in range(number) if group.members[member].is_far] == far
     assert not any(member.violations for member in group.members)
 
