@@ -190,9 +190,11 @@ class AllReduce:
     def is_far(self) -> bool:
         """Whether the parameters of most others, those they send or average, are too far from this peer's.
 
-        A peer that differs only in what it reduces itself receives no such average.
+        A peer that differs only in what it reduces itself receives no such average, but such values from all. Those of
+        one sender alone say nothing: it may be the one that is far.
         """
-        far = self.reducer.far | {remote.peer_id for remote in self._remotes if remote.is_far}
+        senders = self.reducer.far if len(self.reducer.far) > 1 else set[PeerID]()
+        far = senders | {remote.peer_id for remote in self._remotes if remote.is_far}
         compared = self.reducer.compared | {r.peer_id for r in self._remotes if r.averages_parameters}
         return 2 * len(far) > len(compared)
 

@@ -19,9 +19,10 @@ from hivemind.p2p import PeerID
 from hivemind.utils import MSGPackSerializer
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 
+from peerstep.reports.marks import MARK_BYTES
 from peerstep.reports.progress_report import MAX_LAG, MAX_TIME
 
-_CLAIMS = struct.Struct("<dd?d")
+_CLAIMS = struct.Struct(f"<dd?d{MARK_BYTES}s")
 MAX_BANDWIDTH = 1e9  # bound on a member's claim; only ratios matter
 MAX_SILENT, TAG_BYTES = 8, 8  # silent reducers that a member names, and bytes of each one's peer ID
 SIGNATURE_BYTES = 256  # of RSA with 2048 bits: 0.4 ms to sign, 0.03 ms to check
@@ -39,10 +40,11 @@ class Claims:
     is_settling: bool = False  # whether its optimizer statistics lack updates that its parameters have
     asked_at: float = 0.0  # when it asked the leader, on its clock; later claims of a peer have a later time
     silent: tuple[bytes, ...] = ()  # tags of the reducers that have answered it nothing, see `tag_of`
+    mark: bytes = bytes(MARK_BYTES)  # the newest one of its history
 
     def pack(self) -> bytes:
         """Return the bytes that a peer signs, see `parse_claims`."""
-        content = _CLAIMS.pack(self.bandwidth, self.distance, self.is_settling, self.asked_at)
+        content = _CLAIMS.pack(self.bandwidth, self.distance, self.is_settling, self.asked_at, self.mark)
         return content + b"".join(self.silent)
 
 
@@ -52,8 +54,8 @@ def parse_claims(packed: bytes) -> Claims:
     if len(packed) < _CLAIMS.size or len(rest) % TAG_BYTES or len(rest) > MAX_SILENT * TAG_BYTES:
         raise ValueError("claims of a wrong length")
     silent = tuple(rest[begin : begin + TAG_BYTES] for begin in range(0, len(rest), TAG_BYTES))
-    bandwidth, distance, is_settling, asked_at = _CLAIMS.unpack(packed[: _CLAIMS.size])
-    claims = Claims(bandwidth, distance, is_settling, asked_at, silent)
+    bandwidth, distance, is_settling, asked_at, mark = _CLAIMS.unpack(packed[: _CLAIMS.size])
+    claims = Claims(bandwidth, distance, is_settling, asked_at, silent, mark)
     in_range = 0 <= claims.bandwidth <= MAX_BANDWIDTH and 0 <= claims.distance <= MAX_LAG
     if not (in_range and 0 <= claims.asked_at <= MAX_TIME):
         raise ValueError("claims out of range")

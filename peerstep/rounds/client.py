@@ -28,10 +28,10 @@ class RoundClient:
         """Step for which another peer asks this one for a group; -1 if none does."""
         return self.averager.requested_step.value
 
-    def schedule(self, step: int, timeout: float, distance: float = 0.0, is_settling: bool = False) -> RoundControl:
+    def schedule(self, step: int, timeout: float, **standing) -> RoundControl:
         """Start the search for the group of a step. It ends after `timeout` seconds, unless the all-reduce is running.
 
-        :param distance, is_settling: of this peer's parameters, see Claims
+        :param standing: of this peer's parameters: fields of Claims
         :returns: the handle of the round; set its weight and call `allow_allreduce` once the contribution is loaded
         """
         bandwidth = 0.0 if self.averager.client_mode else self.averager.claim.value
@@ -40,7 +40,7 @@ class RoundClient:
             deadline=run_time() + timeout,
             allow_retries=False,
             weight=0.0,
-            data_for_gather=Claims(bandwidth, distance, is_settling).pack(),
+            data_for_gather=Claims(bandwidth, **standing).pack(),
         )
         control.step, attached = step, MPFuture()
         self._send("_step", control=control, step=step, future_for_init=attached)

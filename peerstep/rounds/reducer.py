@@ -127,8 +127,8 @@ class Reducer:
         self._deadline = self._begun + timeout
         self.num_awaited = sum(not part.is_given for part in self.parts)
         # Of each part: the message for all members of a gradient, the values of parameters, or None if the round has
-        # ended before. Of parameters a member receives the difference from its values, which is more accurate, unless
-        # these are late.
+        # ended before, or no parameters that count have come. Of parameters a member receives the difference from its
+        # values, which is more accurate, unless these are late.
         self.averages: list[asyncio.Future[runtime_pb2.Tensor | torch.Tensor | None]] = [
             loop.create_future() for _ in self.parts
         ]
@@ -288,11 +288,13 @@ class Reducer:
             ends.append(min(begun + LATE_FACTOR * median + seconds, sender.heard + self.sender_timeout))
         return min(max(ends), self._deadline) - time.monotonic()
 
-    async def _average(self, index: int) -> runtime_pb2.Tensor | torch.Tensor:
-        """Return the average of a part, see `averages`."""
+    async def _average(self, index: int) -> runtime_pb2.Tensor | torch.Tensor | None:
+        """Return the average of a part, see `averages`; None if no parameters that count have come."""
         part, sums, loop = self.parts[index], self._sums.pop(index, _Sum()), asyncio.get_running_loop()
         if part.weight > MIN_WEIGHT and part.is_gradient:
             sums.held[self.peer_id] = part.own, part.weight
+        elif sums.total is None and part.weight <= MIN_WEIGHT and not part.is_gradient:
+            return None  # the parameters of this peer do not count, and no others have come
         elif sums.total is None or part.weight > MIN_WEIGHT:
             sums.add(part.own, part.weight)
         self._add_held(sums)

@@ -5,6 +5,7 @@ makes one lack updates that it does not claim to lack.
 """
 
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -47,11 +48,18 @@ class Standing:
     def shares_to_give(self, shares: Sequence[float]) -> list[float]:
         """Return the shares of the parameters that each member gives to those that lack them; all 0 if none gives.
 
+        Only members with the same newest mark give: parts of two histories would make a model that nobody has trained.
+
         :param shares: of the gradients that each member reduces; 0 for clients
         """
         if not any(self.lacking):
             return [0.0] * len(shares)
-        return [share if is_trusted else 0.0 for is_trusted, share in zip(self.trusted, shares, strict=True)]
+        given = [share if is_trusted else 0.0 for is_trusted, share in zip(self.trusted, shares, strict=True)]
+        marks = [c.mark for c in self.claims]
+        votes = Counter(mark for mark, is_trusted in zip(marks, self.trusted, strict=True) if is_trusted)
+        offered = {mark for mark, share in zip(marks, given, strict=True) if share}
+        chosen = max(offered, key=lambda mark: (votes[mark], mark), default=None)
+        return [share if mark == chosen else 0.0 for mark, share in zip(marks, given, strict=True)]
 
 
 def divide(bandwidths: Sequence[float]) -> list[int]:

@@ -134,4 +134,5 @@ class Membership:
 
     def claims(self) -> dict[str, Any]:
         """Return what this peer says of its parameters when it joins a group, see Claims."""
-        return {"distance": min(self.distance, MAX_LAG), "is_settling": self.is_settling}
+        mark = {"mark": bytes.fromhex(self.marks[-1][1])} if self.marks else {}
+        return {"distance": min(self.distance, MAX_LAG), "is_settling": self.is_settling, **mark}

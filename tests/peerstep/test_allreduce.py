@@ -89,6 +89,7 @@ class Group:
     :param alter: (sender of the message, message) -> changes the message in place
     :param silent: members whose round never begins
     :param takers: the only members that receive parameters, which the other members give
+    :param counting: the members whose parameters count; default: all
     :param options: of AllReduce
     """
 
@@ -103,6 +104,7 @@ class Group:
         bounds: Bounds | None = None,
         tensors: Callable[[int], list[torch.Tensor]] | None = None,
         takers: Collection[int] | None = None,
+        counting: Collection[int] | None = None,
         part_size_bytes: int = 512,
         **options,
     ):
@@ -124,7 +126,7 @@ class Group:
         def cut(number: int) -> dict[PeerID, list[Part]]:
             blocks = (
                 (TensorRole.GRADIENT, shares, (weights or [1.0] * len(rates))[number], None),
-                (TensorRole.PARAMETER, given, 1.0, taking),
+                (TensorRole.PARAMETER, given, float(counting is None or number in counting), taking),
             )
             owns = [self.outputs[number][0], *self.inputs[number][1:]]
             cuts = [
@@ -366,6 +368,15 @@ def test_member_that_is_frozen_costs_its_share_and_the_time_for_its_first_messag
         assert torch.equal(parameters[:1200], own[1][:1200]), "without an average parameters stay"
         assert torch.allclose(gradient[-1200:], torch.tensor(2.5e-3))
         assert torch.allclose(parameters[-1200:], torch.tensor(1.015))
+
+
+def test_parameters_of_which_none_count_are_not_received():
+    """Two members lack updates, and the third one's parameters, which alone count, do not come in time."""
+    silence = {"silent": {2}, "sender_timeout": 0.5, "reducer_timeout": 1.0}
+    group, _ = average([FAST, FAST / 20, FAST], shares=[1, 1, 0], counting={2}, **silence)
+    for member, own, outputs in list(zip(group.members, group.inputs, group.outputs, strict=True))[:2]:
+        assert member.received_fraction(TensorRole.GRADIENT) == 1
+        assert member.received_fraction(TensorRole.PARAMETER) == 0 and torch.equal(outputs[1], own[1])
 
 
 async def test_round_that_fails_leaves_nothing_running(monkeypatch):

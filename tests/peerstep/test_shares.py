@@ -32,6 +32,20 @@ def test_members_that_lack_updates_have_no_weight_and_receive_parameters(members
 
 
 @pytest.mark.parametrize(
+    ("marks", "gives"),
+    [("AAAA", "1100"), ("ABBA", "0100"), ("ABAB", "1000"), ("ABCA", "0100"), ("  AA", "1100")],
+    ids=["one", "of most", "of most with a client", "the larger of two", "of no client"],
+)
+def test_only_members_of_one_history_give_parameters(marks, gives):
+    """Two nodes and a client that lack nothing, and a node that does: its mark has no vote."""
+    claims = [(NODE, 0.0), (NODE, 0.4), (CLIENT, 0.0), (NODE, 9.0)]
+    marked = zip(claims, marks, strict=True)
+    standing = Standing([Claims(*of_peer, mark=mark.encode() * 6) for of_peer, mark in marked])
+    shares = standing.shares_to_give([bandwidth for bandwidth, _ in claims])
+    assert "".join(str(int(bool(share))) for share in shares) == gives
+
+
+@pytest.mark.parametrize(
     ("bandwidths", "expected"),
     [
         ([100.0] * 4, [1 / 4] * 4),
