@@ -17,7 +17,7 @@ from cotrain.monitoring.aggregation import PeerStep, StepReport
 MAX_CONTRIBUTORS = 5000  # that are kept, and half of those known; a key pair costs nothing
 MAX_NAME_LENGTH = 64
 # A phone shows the first four
-TABLE_COLUMNS = ("#", "name", "share", "state", "own loss", "samples", "steps", "peer")
+LEADERBOARD_COLUMNS = ("#", "name", "share", "state", "own loss", "samples", "steps", "peer")
 MAX_ROWS = 100  # of a leaderboard
 
 
@@ -110,8 +110,8 @@ class Contributors:
         self._known = {contributor.peer_id: contributor for contributor in contributors}
 
 
-def build_table(contributors: Contributors, paused: Collection[str] = ()) -> list[tuple[object, ...]]:
-    """Return the rows of the leaderboard, one value for each of TABLE_COLUMNS. Names are plain text of a peer.
+def build_leaderboard(contributors: Contributors, paused: Collection[str] = ()) -> list[tuple[object, ...]]:
+    """Return the rows of the leaderboard, one value for each of LEADERBOARD_COLUMNS. Names are plain text of a peer.
 
     :param paused: peer IDs of trainers that pause
     """

@@ -18,7 +18,7 @@ from cotrain.common.errors import TemporaryError, first_line
 from cotrain.dht.run_records import MonitorStatus
 from cotrain.monitoring.advice import Adviser, parse_shares
 from cotrain.monitoring.aggregation import MAX_JUMP, MetricsAggregator, StepReport
-from cotrain.monitoring.contributors import TABLE_COLUMNS, Contributors, build_table, format_leaderboard
+from cotrain.monitoring.contributors import LEADERBOARD_COLUMNS, Contributors, build_leaderboard, format_leaderboard
 from cotrain.monitoring.hub_upload import HubUploader
 from cotrain.monitoring.progress_log import ProgressLog
 from cotrain.monitoring.reporters import Reporters
@@ -323,5 +323,5 @@ class TrainingMonitor:
         samples = sum(leader.samples for leader in leaders)
         logger.info(f"{samples:,} samples in all{self.adviser.estimate_end()}")
         logger.info(format_leaderboard(self.contributors, self._paused))
-        rows = build_table(self.contributors, self._paused)
-        self.reporter.report_table("contributors", TABLE_COLUMNS, rows, step)
+        rows = build_leaderboard(self.contributors, self._paused)
+        self.reporter.report_table("contributors", LEADERBOARD_COLUMNS, rows, step)

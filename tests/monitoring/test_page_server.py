@@ -20,7 +20,7 @@ import requests
 from hivemind.utils.multiaddr import Multiaddr
 
 from cotrain.common.flags import ArgumentsError, is_page
-from cotrain.monitoring.contributors import TABLE_COLUMNS
+from cotrain.monitoring.contributors import LEADERBOARD_COLUMNS
 from cotrain.monitoring.page_server import PageServer, find_address
 from cotrain.monitoring.trackers import PLOT_ORDER
 from run_evaluator import EvaluatorArguments
@@ -45,14 +45,14 @@ RUN = """
 import sys
 from pathlib import Path
 from cotrain.monitoring.aggregation import StepReport
-from cotrain.monitoring.contributors import TABLE_COLUMNS
+from cotrain.monitoring.contributors import LEADERBOARD_COLUMNS
 from cotrain.monitoring.reporters import Reporters
 reporters = Reporters(Path(sys.argv[1]), "my run", "trackio")
 for step in range(1, 6):
     reporters.report(StepReport(step, 10.0 - step, 2, 64, 3.5, 2, 4, 1e9 + step), {"paused peers": 1})
     reporters.report_evaluation(step, {"loss": 10.5 - step})
 rows = [(1, "alice", "75.0%", "", 240, 5, "Wb1uRsT"), (2, "bob", "25.0%", "paused", 80, 2, "B7RiXZG")]
-reporters.report_table("contributors", TABLE_COLUMNS, rows, 5)
+reporters.report_table("contributors", LEADERBOARD_COLUMNS, rows, 5)
 reporters.report_table("best checkpoint", ("step", "validation loss"), [(5, 5.5)], 5)
 reporters.report_table("sample texts", ("text", "completion"), [("The capital of France is", "Paris.")], 5)
 reporters.close()
@@ -281,7 +281,7 @@ def test_browser_shows_a_stranger_the_run(tmp_path, url, width):
     cells = re.findall(r"<t[dh][^>]*>(?:<[^>]*>|\s)*([^<]*?)\s*<", tables)
     shown = [cell.lower() for cell in cells]
     for row in (
-        TABLE_COLUMNS,
+        LEADERBOARD_COLUMNS,
         ("alice", "75.0%"),
         ("bob", "25.0%", "paused"),
         ("paris.",),
