@@ -20,7 +20,7 @@ class Options:
     # peer; hivemind needs more than 3
     matchmaking_time: float = 5.0
     # Seconds after which a round ends with what has arrived, and for which a donor of a state may be silent. A peer
-    # that is silent for a quarter of them, at least `matchmaking_time`, is left out of the round
+    # that is silent for a quarter of them, at least `matchmaking_time`, is left out; a slow one earlier (LATE_SECONDS)
     averaging_timeout: float = 60.0
 
     # This peer's own
