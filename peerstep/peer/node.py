@@ -37,7 +37,7 @@ NUM_ASKED = 10  # nodes near a key that a read asks: more than store it, because
 NUM_REPLICAS, MEMBER_REPLICAS = 3, 2  # nodes and members of the last rounds near a key that store a record
 NUM_MET = 4  # unknown nodes in an answer that are called: a stranger may name any number that do not exist
 PATIENCE = 1.0  # seconds that a read waits after half of the nodes have answered, and twice as long as these took
-LATE_SECONDS = 300.0  # for which reads do not wait for a node that was late: it costs them 0.3 % of the time
+SKIP_SECONDS = 300.0  # for which reads do not wait for a node that was late: it costs them 0.3 % of the time
 MAX_ANSWER_BYTES = 3.5 * 2**20  # of several keys; a message has at most 4 MiB
 START_SECONDS = 4.0  # a daemon that starts looks for its public address after 0.25, 0.75, 1.75 and 3.75 s
 MAX_NAMES = 40  # nodes that an answer names for a key; a node names 20
@@ -261,7 +261,7 @@ class RunNode(dht_node.DHTNode):
     its author's node, at the initial peers, and at the nearest of the nodes in the table and of the members of the
     last rounds. A read asks the initial peers, all of these members and more of the nearest nodes, and merges the
     signed records: a node that hides records, or takes none, hides nothing. One that answers late delays a read in
-    LATE_SECONDS; its answers count in the next one.
+    SKIP_SECONDS; its answers count in the next one.
     """
 
     p2p: P2P
@@ -337,7 +337,7 @@ class RunNode(dht_node.DHTNode):
             _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
         if pending:
             _, pending = await asyncio.wait(pending, timeout=PATIENCE + 2 * (time.monotonic() - started))
-        self.late_until.update((calls[call], now + LATE_SECONDS) for call in pending)
+        self.late_until.update((calls[call], now + SKIP_SECONDS) for call in pending)
 
     async def store(self, key: str, *args, subkey: object, **kwargs) -> bool:
         key = f"{key}.{bucket_of(subkey)}" if key.endswith(PROGRESS) else key
