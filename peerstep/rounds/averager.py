@@ -249,7 +249,7 @@ class RoundAverager(SafeAverager):
         # The first updates of LAMB move an element by three learning rates.
         rate, factor = (self.learning_rate.value, 1.0) if counts else (self._peak_rate, 1 + min(distance, 64.0))
         return Bounds(
-            weight=self.max_weight,
+            max_weight=self.max_weight,
             parameter_step=PARAMETER_STEPS * rate * factor,
             parameter_change=PARAMETER_CHANGE * factor,
             believes_weights=not self.dht.is_open,

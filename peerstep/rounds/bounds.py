@@ -29,7 +29,7 @@ class Bounds:
     Nobody is banned for a relative bound: others could bring that about, by making this peer's values the outlier.
     """
 
-    weight: float = math.inf  # samples
+    max_weight: float = math.inf  # samples
     # Root mean square, per element, by which a parameter part may differ from this peer's own part, in addition to
     # `parameter_change` times the own part's norm
     parameter_step: float = math.inf
@@ -51,9 +51,9 @@ class Bounds:
         norm, excess = norm_of(part), None
         if not math.isfinite(norm + weight):
             raise ViolationError("values that are not finite")
-        if not MIN_WEIGHT <= weight <= self.weight:
-            excess = f"a weight of {weight:g}, the bound is {self.weight:g}"
-            weight = min(max(weight, MIN_WEIGHT), self.weight)
+        if not MIN_WEIGHT <= weight <= self.max_weight:
+            excess = f"a weight of {weight:g}, the bound is {self.max_weight:g}"
+            weight = min(max(weight, MIN_WEIGHT), self.max_weight)
         if info.role == TensorRole.GRADIENT:
             if norm > MAX_GRADIENT_NORM:  # see relative_bounds.py for the relative bounds
                 part, excess = part * (MAX_GRADIENT_NORM / norm), f"a gradient of norm {norm:.3g}"

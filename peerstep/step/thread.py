@@ -222,7 +222,7 @@ class StepThread(threading.Thread):
             self._skip(1)  # nobody waits for this peer: it would be late for each round, but can ask ahead of one
 
     def _average(self, step: int, samples: int) -> RoundResult:
-        # A fast peer computes more samples than the bound in a slow round: they are the mean of more than they count.
+        # In a slow round a fast peer computes more samples than the bound: their mean then counts for fewer samples.
         weight = min(float(samples), self.averager.max_weight)
         optimizer = self.accumulator.inner or self.state_averager.optimizer
         self.averager.learning_rate.value = optimizer.param_groups[0]["lr"]

@@ -28,7 +28,7 @@ from peerstep.step.accumulators import clip_norm
 from peerstep.tensors.compression import COMPRESSIONS
 
 OWN = torch.full((100,), 0.1)  # norm 1
-BOUNDS = Bounds(weight=256.0, parameter_step=0.01)
+BOUNDS = Bounds(max_weight=256.0, parameter_step=0.01)
 
 
 def info(role: TensorRole) -> CompressionInfo:
@@ -138,7 +138,7 @@ class Group:
         self.members = [
             AllReduce(
                 peer_id=peer_id, get_stub=partial(self._get_stub, number), group_id=b"group", parts=cut(number),
-                bounds=bounds or Bounds(weight=100.0, parameter_step=1.0, has_gradient=True),
+                bounds=bounds or Bounds(max_weight=100.0, parameter_step=1.0, has_gradient=True),
                 **{"sender_timeout": 2.0, "reducer_timeout": 4.0, "timeout": 6.0, **options},
             )
             for number, peer_id in enumerate(self.ids)
@@ -540,7 +540,7 @@ def test_member_whose_parameters_are_far_from_those_of_most_knows_it(number, beg
             parameters[begin:] *= 2.0
         return [gradient, parameters]
 
-    bounds = Bounds(weight=100.0, parameter_step=0.001)
+    bounds = Bounds(max_weight=100.0, parameter_step=0.001)
     group, _ = average([FAST, FAST / 20, FAST, FAST][:number], tensors=tensors, bounds=bounds)
     assert [member for member in range(number) if group.members[member].is_far] == far
     assert not any(member.violations for member in group.members)

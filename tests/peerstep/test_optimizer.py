@@ -466,7 +466,7 @@ def test_bounds_of_a_round(distance, invited, monkeypatch):
     bounds = optimizer.grad_averager._make_bounds(weight=8.0, distance=distance, counts=distance < 0.5)
     step, change = (2 * 0.1, 0.1) if distance < 0.5 else (2 * 0.5 * 4, 0.4)
     assert bounds.parameter_step == pytest.approx(step) and bounds.parameter_change == pytest.approx(change)
-    assert bounds.believes_weights == invited and bounds.weight == 64.0 and bounds.has_gradient
+    assert bounds.believes_weights == invited and bounds.max_weight == 64.0 and bounds.has_gradient
     assert not optimizer.grad_averager._make_bounds(0.0, distance, True).has_gradient
 
 
