@@ -143,7 +143,7 @@ class CollaborationOptions(StepSettings, PeerOptions):
 class ModelOptions(ModelSettings):
     """What is trained, for trainer, monitor and evaluator."""
 
-    # Of the peers that have the data, see DataOptions
+    # None or False at a peer without data, such as a monitor; fields of DataOptions at others
     dataset_path: ClassVar[str | None] = None
     own_data: ClassVar[str | None] = None
     own_share: ClassVar[float | None] = None
