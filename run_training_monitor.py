@@ -251,7 +251,7 @@ def open_keeper(stack: ExitStack, peer, task, model, reporter, args: TrainingMon
     from cotrain.monitoring.samples import open_completer, report_samples
     from cotrain.training.builders import open_observer
 
-    folder, on_saved = Path(args.output_dir), bool
+    folder, on_saved = Path(args.output_dir), bool  # a call that does nothing
     if args.sample_text:
         on_saved = partial(report_samples, open_completer(task, model, args.sample_text), args.sample_text, reporter)
     observer = open_observer(model, peer, peer.run_id, run_args, args.load_state_timeout, folder)

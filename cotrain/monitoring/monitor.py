@@ -70,7 +70,7 @@ class CheckpointKeeper:
         interval: int,
         keep: tuple[int, int],
         pause: float,
-        on_saved: Callable[[int], object] = bool,
+        on_saved: Callable[[int], object] = bool,  # does nothing
     ):
         self.averager, self.task, self.model, self.run_id = averager, task, model, run_id
         self.folder, self.interval, self.keep, self.on_saved = folder, interval, keep, on_saved
