@@ -69,16 +69,16 @@ class BlockwiseCompression(CodedCompression):
     """Base class of the formats with a scale for each block. A value is restored as its scale times a level.
 
     After the code, a buffer has the scales (bfloat16, which has the range of float32: float16 would round the scales
-    of small gradients to 0) and the codes of the levels. Two codes of 4 bits share a byte, the first in the low half.
+    of small gradients to 0) and the indices of the levels. Two of 4 bits share a byte, the first in the low half.
 
     Blocks do not depend on how an all-reduce cuts a tensor: parts begin at multiples of the block size. A tensor that
     was restored is compressed again without an error. Its norm is not above the original's, but for rounded scales.
     """
 
     block_size: int
-    # Returns the codes, uint8, of the levels closest to values in [-1, 1]
-    _encode: Callable[[torch.Tensor], torch.Tensor]
-    _levels: Callable[[torch.Tensor], torch.Tensor]  # returns the levels of codes, float32
+    # Returns the indices, uint8, of the levels closest to values in [-1, 1]
+    _quantize: Callable[[torch.Tensor], torch.Tensor]
+    _levels: Callable[[torch.Tensor], torch.Tensor]  # returns the levels of indices, float32
 
     def num_bytes(self, numel: int) -> int:
         return 1 + 2 * math.ceil(numel / self.block_size) + math.ceil(numel * self.bits / 8)
@@ -87,15 +87,15 @@ class BlockwiseCompression(CodedCompression):
         blocks = torch.nn.functional.pad(values, (0, -len(values) % self.block_size)).view(-1, self.block_size)
         largest = torch.linalg.vector_norm(blocks, math.inf, dim=1, keepdim=True).bfloat16().float()
         blocks = blocks / largest.masked_fill(largest == 0, 1.0)
-        codes = self._encode(blocks)
-        # The scale with the least squared error for these codes. The restored block is then a projection.
-        levels = self._levels(codes)
+        indices = self._quantize(blocks)
+        # The scale with the least squared error for these indices. The restored block is then a projection.
+        levels = self._levels(indices)
         factors = (levels * blocks).sum(1) / levels.square().sum(1).clamp_min_(1.0)
-        scales, codes = (largest.squeeze(1) * factors).bfloat16(), codes.flatten()[: len(values)]
+        scales, indices = (largest.squeeze(1) * factors).bfloat16(), indices.flatten()[: len(values)]
         if self.bits == 4:
-            codes = torch.nn.functional.pad(codes, (0, len(codes) % 2))
-            codes = codes[::2] | codes[1::2] << 4
-        return bytes([self.code]) + scales.view(torch.int16).numpy().tobytes() + codes.numpy().tobytes()
+            indices = torch.nn.functional.pad(indices, (0, len(indices) % 2))
+            indices = indices[::2] | indices[1::2] << 4
+        return bytes([self.code]) + scales.view(torch.int16).numpy().tobytes() + indices.numpy().tobytes()
 
     def decode(self, buffer: bytes, numel: int) -> torch.Tensor:
         if len(buffer) != self.num_bytes(numel):
@@ -105,11 +105,11 @@ class BlockwiseCompression(CodedCompression):
         scales = torch.as_tensor(np.frombuffer(buffer[1:begin], dtype=np.int16).copy()).view(torch.bfloat16)
         if not (scales.isfinite() & (scales >= 0)).all():
             raise ValueError("a block has a scale that is negative or not finite")
-        codes = torch.as_tensor(np.frombuffer(buffer[begin:], dtype=np.uint8).copy())
+        indices = torch.as_tensor(np.frombuffer(buffer[begin:], dtype=np.uint8).copy())
         if self.bits == 4:
-            codes = torch.stack([codes & 15, codes >> 4], dim=1).flatten()[:numel]
-        codes = torch.nn.functional.pad(codes, (0, num_blocks * self.block_size - numel))
-        levels = self._levels(codes.view(num_blocks, self.block_size))
+            indices = torch.stack([indices & 15, indices >> 4], dim=1).flatten()[:numel]
+        indices = torch.nn.functional.pad(indices, (0, num_blocks * self.block_size - numel))
+        levels = self._levels(indices.view(num_blocks, self.block_size))
         return levels.mul_(scales.float().unsqueeze(1)).flatten()[:numel]
 
 
@@ -123,11 +123,11 @@ class Blockwise8Bit(BlockwiseCompression):
     code = bits = 8
     block_size = 256
 
-    def _encode(self, values: torch.Tensor) -> torch.Tensor:
+    def _quantize(self, values: torch.Tensor) -> torch.Tensor:
         return (values * 127.0).round_().clamp_(-127.0, 127.0).add_(128.0).nan_to_num_(0.0).to(torch.uint8)
 
-    def _levels(self, codes: torch.Tensor) -> torch.Tensor:
-        return codes.float().sub_(128.0).div_(127.0)
+    def _levels(self, indices: torch.Tensor) -> torch.Tensor:
+        return indices.float().sub_(128.0).div_(127.0)
 
 
 class Blockwise4Bit(BlockwiseCompression):
@@ -143,15 +143,15 @@ class Blockwise4Bit(BlockwiseCompression):
         -1.0, -0.6961928, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.09105004, 0.0,
         0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.5626170, 0.72295684, 1.0,
     ])  # fmt: skip
-    # The code of each multiple of 1/512 from -1 to 1: six times as fast as a search for the closest level
-    CODES = torch.bucketize(torch.arange(-512, 513) / 512, (LEVELS[1:] + LEVELS[:-1]) / 2).to(torch.uint8)
+    # The index of each multiple of 1/512 from -1 to 1: six times as fast as a search for the closest level
+    INDICES = torch.bucketize(torch.arange(-512, 513) / 512, (LEVELS[1:] + LEVELS[:-1]) / 2).to(torch.uint8)
 
-    def _encode(self, values: torch.Tensor) -> torch.Tensor:
-        index = (values * 512.0).add_(512.5).nan_to_num_(0.0).clamp_(0.0, 1024.0).int()
-        return self.CODES.index_select(0, index.flatten()).view(values.shape)
+    def _quantize(self, values: torch.Tensor) -> torch.Tensor:
+        multiple = (values * 512.0).add_(512.5).nan_to_num_(0.0).clamp_(0.0, 1024.0).int()
+        return self.INDICES.index_select(0, multiple.flatten()).view(values.shape)
 
-    def _levels(self, codes: torch.Tensor) -> torch.Tensor:
-        return self.LEVELS.index_select(0, codes.flatten().int()).view(codes.shape)
+    def _levels(self, indices: torch.Tensor) -> torch.Tensor:
+        return self.LEVELS.index_select(0, indices.flatten().int()).view(indices.shape)
 
 
 class TopK(CodedCompression):
