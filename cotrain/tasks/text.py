@@ -74,7 +74,7 @@ class TextTask(Task):
     def load_manifest(self) -> Manifest:
         """Return the description of the run's data; UserError if it does not fit the model."""
         if self.args.dataset_path is None:
-            raise UserError("--dataset_path is missing: this peer has no data, such as a monitor")
+            raise UserError("--dataset_path is missing: this peer, such as a monitor, has no prepared data")
         objective, longest = get_objective(self.config, self.tokenizer), max_tokens(self.config)
         manifest = load_manifest(self.args.dataset_path, self.tokenizer, objective, longest)
         if (length := self.args.seq_length) not in (None, manifest.max_seq_length):
