@@ -165,6 +165,9 @@ class StateDownload:
             with suppress(ValueError):
                 reports[signer_of(subkey)] = report
         reports.pop(self.averager.peer_id, None)
+        # A paused trainer has an old state: its vote would be against each newer one until it continues.
+        newest = max((report.epoch for report in reports.values() if not report.away), default=0)
+        reports = {peer: x for peer, x in reports.items() if not x.away or x.epoch + MAX_AGE >= newest}
         if self.marks:
             reports = {peer: report for peer, report in reports.items() if not is_forked(self.marks, report.marks)}
             # A report may have marks of its own: the side is what most have.

@@ -212,6 +212,19 @@ def test_what_is_published_agrees_with_most_trainers_or_there_is_none(donors, mo
     assert monitor.download_state() is None
 
 
+def test_paused_trainer_has_no_say_in_later_states(donors):
+    """Of two trainers one pauses: until it continued, the monitor saved none of the other's steps."""
+    add_donor(donors, 20, 1.0, reported=20)
+    paused = add_donor(donors, 10, 0.5, reported=10)
+    paused.allow_state_sharing, monitor = False, donors.add()
+    monitor.must_agree = True
+    assert monitor.download_state() is None, "it does not say that it is away"
+    donors.away.add(paused.public_key)
+    assert value_of(monitor.download_state()) == 1
+    donors.reports[paused.public_key] = 20
+    assert monitor.download_state() is None, "it finds no group, but has all steps"
+
+
 def test_trainers_vote_whose_offers_are_hidden(donors):
     """One key that was the only donor in the answers of the DHT had its state published."""
     honest = [add_donor(donors, 7, 1.0, reported=7) for _ in range(2)]

@@ -109,13 +109,14 @@ class Donors:
     """Peers in memory, each with a state averager without its process, that download each other's state.
 
     Its attribute `offers` has further offers, of peers that do not exist: subkey -> priority; `reports` the steps that
-    trainers report, and `marks` those in their reports, by subkey.
+    trainers report, and `marks` those in their reports, by subkey; `away` are those that say so.
     """
 
     DIAL_SECONDS = 0.5  # to a peer that does not exist
 
     def __init__(self, pool: ThreadPoolExecutor):
         self.pool, self.averagers, self.offers, self.reports, self.marks = pool, {}, {}, {}, {}
+        self.away: set[bytes] = set()
 
     def add(self, behaviour: Callable[[AsyncIterator], AsyncIterator] = aiter, **options) -> TrainingStateAverager:
         """Add a peer.
@@ -141,7 +142,9 @@ class Donors:
         if key == "run_training_progress":
             steps = self.reports.items()
             reports = {
-                subkey: PeerProgress(b"", epoch=step, completed=step, marks=self.marks.get(subkey, ())).to_record()
+                subkey: PeerProgress(
+                    b"", epoch=step, completed=step, marks=self.marks.get(subkey, ()), away=subkey in self.away
+                ).to_record()
                 for subkey, step in steps
             }
             return ValueWithExpiration({key: ValueWithExpiration(value, 1e12) for key, value in reports.items()}, 1e12)
