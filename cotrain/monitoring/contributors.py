@@ -80,8 +80,7 @@ class Contributors:
         """Update what trainers state of the loss on their own samples."""
         for peer_id, record in records.items():
             base, newest = record.get("own_base_loss"), record.get("own_loss")
-            if None not in (base, newest):
-                self._find(peer_id).own_loss = f"{base:.3f} -> {newest:.3f}"
+            self._find(peer_id).own_loss = "" if None in (base, newest) else f"{base:.3f} -> {newest:.3f}"
 
     def add(self, report: StepReport) -> None:
         """Add the contributions of a step, unless it or a later one was counted before a restart."""

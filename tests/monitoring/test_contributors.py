@@ -1,6 +1,7 @@
 """Contributions: counted once per peer and step, across restarts, with arbitrary names."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -35,6 +36,15 @@ def test_samples_add_up_by_peer_and_two_of_one_name_stay_two(tmp_path):
     counted = count(tmp_path, make_report(1, a=10, b=5, c=1), make_report(2, a=10, b=30, idle=0), names=names)
     assert table(counted) == [("bob", 35, 2), ("alice", 20, 2), ("alice", 1, 1)]
     assert len(counted.leaders) == 3
+
+
+def test_own_loss_is_that_of_the_newest_record():
+    """It stayed on the leaderboard of a trainer that had dropped its own data."""
+    counted, base = Contributors(Path("none"), "run"), {"own_base_loss": 1.5, "own_loss": 1.25}
+    counted.record_losses({"a": base, "b": base})
+    counted.record_losses({"b": {"own_base_loss": None, "own_loss": None}})  # the record of the other is lost
+    counted.count([peer_step("a", 1, 1), peer_step("b", 1, 1)])
+    assert {leader.peer_id: leader.own_loss for leader in counted.leaders} == {"a": "1.500 -> 1.250", "b": ""}
 
 
 def test_restarted_monitor_counts_each_step_once(tmp_path):
