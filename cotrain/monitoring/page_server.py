@@ -2,6 +2,8 @@
 
 import contextlib
 import logging
+import os
+import re
 import subprocess
 import sys
 from urllib.parse import quote
@@ -23,6 +25,7 @@ del trackio.server.SQLiteStorage.query_project
 if sys.platform == "linux":
     resource.setrlimit(resource.RLIMIT_DATA, (2**31, 2**31))
 trackio.show(host=sys.argv[1], server_port=int(sys.argv[2]), open_browser=False, share=False)"""
+SECRET = re.compile("TOKEN|KEY|SECRET|PASSW")  # in names of variables that the server, which strangers reach, lacks
 
 
 class PageServer:
@@ -52,8 +55,9 @@ class PageServer:
                 logger.warning(f"--serve_page: trackio's server has ended {cause}. Trying again")
             command = ["nice", sys.executable, "-c", SERVE, self.host.strip("[]"), self.port]
             null = subprocess.DEVNULL
+            env = {name: x for name, x in os.environ.items() if "TRACKIO" in name or not SECRET.search(name)}
             self._process = subprocess.Popen(
-                command, stdin=null, stdout=null, stderr=null, preexec_fn=leave_with_parent
+                command, stdin=null, stdout=null, stderr=null, env=env, preexec_fn=leave_with_parent
             )
         elif (self._is_broken or self._page is None) and self._listens(self._process.pid):
             self._is_broken, self._page = False, self.address

@@ -145,6 +145,17 @@ def has_listener(url: str) -> bool:
 
 
 @pytest.mark.programs
+def test_server_has_no_secret_but_its_own(url, monkeypatch):
+    """Strangers reach it; the token of an upload was in its environment."""
+    names = {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "TRACKIO_WRITE_TOKEN"}
+    for name in names:
+        monkeypatch.setenv(name, TOKEN)
+    with contextlib.closing(PageServer(url.removeprefix("http://"), url)) as server:
+        server.check()
+        child = psutil.Process(server._process.pid).environ()
+    assert names & child.keys() == {"TRACKIO_WRITE_TOKEN"} and child["PATH"] == os.environ["PATH"]
+
+
 def test_port_of_another_program_is_one_warning_and_no_page(url, caplog):
     caplog.set_level(logging.INFO)
     with serving(url) as server:
