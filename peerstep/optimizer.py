@@ -143,6 +143,7 @@ class CollaborativeOptimizer(_Interface):
         self.log = StepLog()
         self.joining = Joining(self.state_averager, self.tracker, self.model, self.log, coordinator.stopped)
         self.steps = StepThread(self.grad_averager, coordinator, self.model, self.joining, self.log)
+        self.tracker.is_paused = lambda: self.membership.is_paused
         self.tracker.start()
         keep_free_memory()
 
@@ -302,7 +303,7 @@ class CollaborativeOptimizer(_Interface):
 
         The others do not wait. A round that runs is not interrupted. Call it, and `resume`, between two local steps.
         """
-        self.membership.is_paused = self.tracker.is_paused = True
+        self.membership.is_paused = True
         self.tracker.set_away(True)
         model.zero_grad()
         self.accumulator.move(model, torch.device("cpu"))
@@ -313,7 +314,7 @@ class CollaborativeOptimizer(_Interface):
     def resume(self, model: torch.nn.Module, device: torch.device) -> None:
         """Take part again. The others give this peer what it has missed, or it downloads a state, as after a sleep."""
         self.accumulator.move(model, device)
-        self.membership.is_paused = self.tracker.is_paused = False
+        self.membership.is_paused = False
         self.tracker.set_away(self.membership.is_away)
         self.tracker.refresh_in(0.0)
         self.pace.begin_local_step()

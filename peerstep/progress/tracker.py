@@ -114,7 +114,7 @@ class ProgressTracker(threading.Thread):
         self.options, self.schema = options, schema
         own = PeerProgress(dht.peer_id.to_bytes(), client_mode=dht.client_mode, time=run_time())
         self.own, self.others = OwnProgress(own, options), OtherTrainers(public_key, time.monotonic())
-        self.is_paused = False  # whether this peer takes part in no step, and reads rarely
+        self.is_paused: Callable[[], bool] = bool  # whether this peer takes part in no step, and reads rarely
         self.on_refresh: Callable[[], None] = lambda: None
         self._subkey = public_key
         self._lock = threading.RLock()  # of `own` and `others`; never held while the DHT is read
@@ -279,7 +279,7 @@ class ProgressTracker(threading.Thread):
 
     def _refresh_period(self) -> float:
         view, options = self.view(), self.options
-        if self.is_paused:
+        if self.is_paused():
             return options.max_refresh_period
         number = 1 + len(view.others)
         if number <= 1:
