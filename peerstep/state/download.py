@@ -165,9 +165,7 @@ class StateDownload:
             with suppress(ValueError):
                 reports[signer_of(subkey)] = report
         reports.pop(self.averager.peer_id, None)
-        # A paused trainer has an old state: its vote would be against each newer one until it continues.
-        newest = max((report.epoch for report in reports.values() if not report.away), default=0)
-        reports = {peer: x for peer, x in reports.items() if not x.away or x.epoch + MAX_AGE >= newest}
+        reports = drop_paused(reports)
         if self.marks:
             reports = {peer: report for peer, report in reports.items() if not is_forked(self.marks, report.marks)}
             # A report may have marks of its own: the side is what most have.
@@ -353,6 +351,12 @@ def read_offers(offers: object) -> dict[PeerID, float]:
             with suppress(ValueError):
                 found[signer_of(subkey)] = priority
     return found
+
+
+def drop_paused(reports: dict[PeerID, PeerProgress]) -> dict[PeerID, PeerProgress]:
+    """Drop the trainers that are away with an old state: their votes would be against each newer one."""
+    newest = max((report.epoch for report in reports.values() if not report.away), default=0)
+    return {peer: x for peer, x in reports.items() if not x.away or x.epoch + MAX_AGE >= newest}
 
 
 def marks_of_most(reports: Collection[PeerProgress]) -> Marks:
