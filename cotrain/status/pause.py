@@ -8,6 +8,7 @@ from pathlib import Path
 from cotrain.status.status import find_fault, read_status
 
 FILE_NAME = "pause"  # in the output folder, from --pause to --resume
+UNTIL_RESUME = "until --resume"
 CHECK_SECONDS = 1.0  # between two checks
 QUIET_SECONDS = 60.0  # after the end of another program, which may begin again: a game loads its next level
 
@@ -42,7 +43,7 @@ class PauseRule:
 
     def _check(self, now: float) -> str:
         if (self.folder / FILE_NAME).exists():
-            return "until --resume"
+            return UNTIL_RESUME
         if self.hours is not None and not is_within(self.hours, now):
             return f"until {self.hours.partition('-')[0]}, since --only_between {self.hours}"
         if program := self.find_program():
@@ -52,11 +53,13 @@ class PauseRule:
 
 def request_pause(folder: Path, pauses: bool) -> int:
     """Let the trainer of an output folder pause, or continue; return the exit code: 0 if it runs."""
-    fault = find_fault(read_status(folder), folder)
+    fault = find_fault(status := read_status(folder), folder)
+    what = "pauses after its local step" if pauses else "continues"
     if not pauses:
         (folder / FILE_NAME).unlink(missing_ok=True)
+        if status is not None and status.paused not in ("", UNTIL_RESUME):
+            what = f"stays paused {status.paused}"
     elif fault is None:
         (folder / FILE_NAME).touch()
-    what = "pauses after its local step" if pauses else "continues"
     print(fault or f"The trainer in '{folder}' {what}: see --status")
     return int(fault is not None)

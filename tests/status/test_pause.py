@@ -101,6 +101,9 @@ def test_pause_and_resume_reach_the_trainer_of_the_folder(tmp_path, capsys):
     assert rows["Next step"] == "none before the end of the pause"
     assert request_pause(tmp_path, pauses=False) == 0 and rule.find_reason(20.0) == ""
     assert "continues" in capsys.readouterr().out
+    write_status(tmp_path, make_status(paused="until 22:00, since --only_between 22:00-07:00"))
+    assert request_pause(tmp_path, pauses=False) == 0
+    assert "stays paused until 22:00, since --only_between 22:00-07:00: see" in capsys.readouterr().out
     assert request_pause(tmp_path, pauses=True) == 0
     write_status(tmp_path, make_status(ended_at=time.time()))
     assert request_pause(tmp_path, pauses=False) == 1, "it has ended"
