@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset
-from datasets.table import MemoryMappedTable, Table, concat_tables
+from datasets.table import InMemoryTable, MemoryMappedTable, Table, concat_tables
 from transformers import PreTrainedTokenizerBase
 
 from cotrain.common.errors import UserError, first_line
@@ -42,6 +42,8 @@ def open_samples(files: Iterable[Path], objective: str, num_samples: int) -> Tab
     other types and files, are not read: `datasets` opens the paths and URLs in a column of images.
     """
     files = list(files)
+    if not files and not num_samples:  # of a trainer whose held-out conversations are all too long
+        return InMemoryTable(SCHEMAS[objective].empty_table())
     for file in files:
         _check_messages(file, len(SCHEMAS[objective]))
     table = concat_tables([MemoryMappedTable.from_file(str(file)).replace_schema_metadata(None) for file in files])

@@ -49,6 +49,7 @@ class Source:
     :param has_lines: whether a row is a line, not a document
     :param has_files: whether each part is a document, unless it begins with a title of WikiText
     :param chat: what has read the rows, if they are conversations
+    :param seen: hashes of the documents so far, whose repeats are left out; None: repeats are kept
     """
 
     name: str
@@ -56,6 +57,7 @@ class Source:
     has_lines: bool
     has_files: bool = False
     chat: ChatReader | None = None
+    seen: set[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,15 @@ class Corpus:
             yield documents
 
 
+def _drop_repeats(documents: Iterable[str], seen: set[int]) -> Iterator[str]:
+    for document in documents:
+        # A conversation begins with its place
+        key = hash(document.partition('", ')[2] if isinstance(document, Conversation) else document)
+        if key not in seen:
+            seen.add(key)
+            yield document
+
+
 def write_documents(source: Source, split: str, layout: str, folder: Path, part_chars: float) -> None:
     """Group the rows of a split into documents, write these to Arrow files, and print the counts.
 
@@ -131,6 +142,7 @@ def write_documents(source: Source, split: str, layout: str, folder: Path, part_
     num_documents, skipped = 0, Counter()
     parts = (split_documents(part(), layout, skipped) for part in source.parts[split])
     documents = itertools.chain.from_iterable(parts)
+    documents = documents if source.seen is None else _drop_repeats(documents, source.seen)
     with ProgressBar(desc=f"Reading {split} text", unit=" chars", unit_scale=True, delay=1) as progress:  # seconds
         for number, first in enumerate(documents):  # the rest of a part's documents is taken below
             batch, size, written = [], 0, 0
@@ -176,7 +188,8 @@ def open_corpus(source: Source, folder: Path, validation_fraction: float, seed: 
     corpus = {split: Corpus(sorted(folder.glob(f"{split}-*.arrow"))) for split in source.parts}
     for split, documents in corpus.items():
         if not len(documents):
-            raise UserError(f"{source.name}: the split '{split}' has no text; pass a file that is not empty")
+            what = "text" if source.chat is None else "conversation"
+            raise UserError(f"{source.name}: the split '{split}' has no {what}; pass a file that is not empty")
     if "validation" not in corpus:
         paths = corpus["train"].paths
         if (

@@ -3,6 +3,7 @@
 import glob
 import hashlib
 import logging
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -42,14 +43,17 @@ def prepare_own_data(path: str, run: Manifest, tokenizer: Path, folder: Path) ->
         with target as new, temporary_folder(folder.with_name("own_data-work")) as work:
             source = _open(path, work, ChatReader("all") if run.objective == "chat" else "text")
             (text := work / "text").mkdir()
-            read_corpus(source, text)  # nothing is refused: a line says how much is left out
+            read_corpus(replace(source, seen=set()), text)  # nothing is refused: a line says how much is left out
             corpus = open_corpus(source, text, VALIDATION_FRACTION, run.seed)
             check_losses(open_encoder(str(tokenizer)), corpus, run.seed, "the tokenizer of the run", False)
             splits, _ = save_dataset(corpus, tokenizer, config, 1, work, new)
+            if not splits["train"]["instances"]:
+                raise UserError(f"{source.name}: no conversation fits into the run's {config.max_seq_length} tokens")
             replace(run, source=digest, splits=splits, shards=[]).save(new)
     except UserError as error:
-        what = str(error).partition(";")[0].removeprefix("--train_file: ").removeprefix("--dataset_name: ")
-        raise UserError(f"--own_data: {what}; see docs/data.md#how-text-is-read") from None
+        what = re.sub(r"^--\w+: ", "", str(error).partition(";")[0])  # a flag of the organiser's
+        section = "conversations" if run.objective == "chat" else "how-text-is-read"
+        raise UserError(f"--own_data: {what}; see docs/data.md#{section}") from None
 
 
 def _open(path: str, work: Path, column: str | ChatReader) -> Source:

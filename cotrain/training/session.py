@@ -73,7 +73,8 @@ class TrainingSession:
         self.loss_meter = LossMeter()
         self.status = StatusKeeper(self.recovery.folder, optimizer, self.args, shown, self.loss_meter, should_stop)
         self.publisher = Publisher(name, peer, relay, self.status)
-        if arguments.dataset is not None and arguments.dataset.own_data and arguments.dataset.own_validation:
+        data = arguments.dataset
+        if data is not None and data.own_data and data.own_validation and len(task.load_samples("validation")):
             dtype = autocast_dtype(arguments.training, next(model.parameters()).device)
             self.publisher.own_loss = OwnLoss(task, model, optimizer, dtype)
         self.on_report: Callable[[StepMetrics], object] = bool  # called with the metrics of each global step

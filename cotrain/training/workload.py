@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from cotrain.common.atomic_files import lock_folder
 from cotrain.common.errors import UserError
 from cotrain.data.own_samples import OwnSamples
 from cotrain.models.device import choose_kernels, enable_gradient_checkpointing
@@ -67,5 +68,7 @@ def _prepare_own_data(path: str, args: TrainerOptions, task: Any) -> None:
     if not args.dataset.takes_own_data:
         remedy = "drop it, or ask the organiser to state takes_own_data: true"
         raise UserError(f"--own_data: run {args.collaboration.run_id} takes no data of trainers; {remedy}")
-    task.own_path = Path(args.training.output_dir, "own_data")
-    prepare_own_data(path, task.load_manifest(), Path(args.dataset.tokenizer_path), task.own_path)
+    folder = Path(args.training.output_dir)
+    task.own_path = folder / "own_data"
+    with lock_folder(folder, "--output_dir"):  # another trainer may run there
+        prepare_own_data(path, task.load_manifest(), Path(args.dataset.tokenizer_path), task.own_path)

@@ -9,6 +9,7 @@ from datasets import Dataset
 
 import tokenize_wikitext103
 from arguments import DatasetArguments
+from cotrain.common.atomic_files import lock_folder
 from cotrain.common.errors import UserError
 from cotrain.common.flags import ArgumentsError
 from cotrain.data.loading import check_dataset, load_split
@@ -72,12 +73,12 @@ def test_own_data_is_prepared_once(run, caplog):
     path, target = write(run / "chats.jsonl", 20), run / "outputs/own_data"
     arguments = str(path), Manifest.load(run / "dataset"), run / "tokenizer", target
     prepare_own_data(*arguments)
-    first = (target / "manifest.json").stat()
+    first = (target / "manifest.json").stat().st_mtime_ns
     samples = load_split(target, "train")
     tokenizer = make_chat_tokenizer("chatml")
     assert any("sailing 7" in text for text in map(tokenizer.decode, samples["input_ids"]))
     prepare_own_data(*arguments)
-    assert (target / "manifest.json").stat() == first and "changed" not in caplog.text
+    assert (target / "manifest.json").stat().st_mtime_ns == first and "changed" not in caplog.text
     write(path, 12)
     prepare_own_data(*arguments)
     assert "chats.jsonl', or what the run makes of it, has changed: preparing it again" in caplog.text
@@ -141,6 +142,43 @@ def test_default_share(tmp_path, run):
     assert not isinstance(load(other).samples, OwnSamples)
 
 
+def test_repeats_are_read_once(run):
+    """A chat that is in two files is not held out from itself, and neither is a text."""
+    (run / "mails").mkdir()
+    for name in "ab":
+        write(run / f"mails/{name}.jsonl", 10)
+    work = load(run, own_data=str(run / "mails"))
+    rows = [*work.samples.own, *work.task.load_samples("validation")]
+    texts = [work.task.tokenizer.decode(row["input_ids"]) for row in rows]
+    assert "".join(texts).count("What is sailing 7?") == 1
+
+
+def test_conversations_that_are_all_too_long(run):
+    """Of the only chat that is held out nothing is measured; without any for training the message says why."""
+    short = [chat(f"What is {n}?", f"It is {n}.") for n in range(9)]
+    for number in range(10):  # one of them is held out
+        rows = [*short[:number], chat("Why?", "Since " * 100), *short[number:]]
+        (run / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        work = load(run, own_data=str(run / "chats.jsonl"))
+        held_out = len(work.task.load_samples("validation"))
+        if not held_out:
+            break
+    assert not held_out and len(work.samples) >= 4
+    rows = [chat(f"Why {n}?", "Since " * 100) for n in range(5)]
+    (run / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    with pytest.raises(UserError, match=r"^--own_data: long.jsonl: no conversation fits into the run's 64 tokens"):
+        load(run, own_data=str(run / "long.jsonl"))
+
+
+def test_own_data_of_a_running_trainer_stays(run):
+    """A second trainer in its folder replaced it, before it was refused."""
+    load(run, own_data=str(write(run / "chats.jsonl", 20)))
+    before = (run / "outputs/own_data/manifest.json").read_bytes()
+    with lock_folder(run / "outputs", "--output_dir"), pytest.raises(UserError, match="is in use by another peer"):
+        load(run, own_data=str(write(run / "others.jsonl", 30)))
+    assert (run / "outputs/own_data/manifest.json").read_bytes() == before
+
+
 def test_errors_are_one_line(run):
     few, text = write(run / "few.jsonl", 2), run / "damaged.jsonl"
     text.write_bytes(b"\x00\x01\x02\xff\xfe" * 100)
@@ -150,7 +188,7 @@ def test_errors_are_one_line(run):
             {"own_data": str(few)},
             r"--own_data: '.*few.jsonl' has 1 samples, fewer than --per_device_train_batch_size 4",
         ),
-        ({"own_data": str(text)}, r"--own_data: 'damaged.jsonl' .*; see docs/data.md#how-text-is-read$"),
+        ({"own_data": str(text)}, r"--own_data: 'damaged.jsonl' .*; see docs/data.md#conversations$"),
         (
             {"own_data": str(secret), "takes_own_data": False},
             "--own_data: run friends takes no data of trainers; drop it",
@@ -160,6 +198,9 @@ def test_errors_are_one_line(run):
         with pytest.raises(UserError, match=message) as caught:
             load(run, **flags)
         assert "\n" not in str(caught.value)
+    (run / "talk.txt").write_text("Alice: hi\nBob: ho\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"^--own_data: talk.txt: the split 'train' has no conversation; see"):
+        load(run, own_data=str(run / "talk.txt"))
     with pytest.raises(ArgumentsError, match="--own_data: there is no file 'none.jsonl'; pass text"):
         DatasetArguments(own_data="none.jsonl")
     (run / "years/2020").mkdir(parents=True)
