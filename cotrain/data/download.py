@@ -24,6 +24,7 @@ from cotrain.common.atomic_files import check_target, make_parent, new_file, new
 from cotrain.common.errors import TemporaryError, UserError, first_line
 from cotrain.common.hosts import MAX_DOWNLOAD_BYTES, GuardedAdapter
 from cotrain.common.progress_bar import ProgressBar
+from cotrain.common.stand_ins import find_stand_in
 from cotrain.data.archive import (
     DATASET,
     LARGE,
@@ -284,6 +285,10 @@ class _Transfer:
                 time.sleep(pause)
                 failures += 1
                 continue
+            if stand_in := find_stand_in(self.path):
+                self.path.unlink()
+                remedy = "open the address in a browser, or ask the organiser for that of the archive"
+                raise UserError(f"--dataset_url: {self.address} answers with {stand_in[0]}; {remedy}")
             digest = file_sha256(self.path)
             if self.expected in (None, digest):
                 return digest

@@ -12,9 +12,9 @@ from transformers.utils import cached_file
 
 from cotrain.common.errors import UserError
 from cotrain.common.hub_cache import find_downloads
+from cotrain.common.stand_ins import find_stand_in
 from cotrain.models.objectives import OBJECTIVES
 
-_POINTER = b"version https://git-lfs"
 # As published tokenizers write them
 _SPECIAL_TOKENS = {
     "cls_token": ("[CLS]", "<s>"), "sep_token": ("[SEP]", "</s>"), "mask_token": ("[MASK]", "<mask>"),
@@ -66,8 +66,8 @@ def load_tokenizer(
     )
     try:
         for file in Path(name).glob("*"):
-            if file.is_file() and file.stat().st_size < 1000 and file.read_bytes().startswith(_POINTER):
-                raise FolderError(f"{file.name} is a pointer of Git LFS: run git lfs pull")
+            if file.is_file() and (stand_in := find_stand_in(file)):
+                raise FolderError(f"{file.name} is {': '.join(stand_in)}")
         path = cached_file(name, "tokenizer_config.json", **options, _raise_exceptions_for_missing_entries=False)
         config = json.loads(Path(path).read_text(encoding="utf-8")) if path else _guess_config(Path(name))
         # AutoTokenizer would import torch, only to find the class: 2 seconds.

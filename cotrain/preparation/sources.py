@@ -21,6 +21,7 @@ import fsspec
 
 from cotrain.common.errors import UserError, first_line
 from cotrain.common.hub_cache import is_silent
+from cotrain.common.stand_ins import find_stand_in
 from cotrain.models.objectives import SPLITS
 from cotrain.preparation.chat_shapes import ChatReader
 from cotrain.preparation.conversations import SURROGATE, read_conversations
@@ -29,7 +30,6 @@ from cotrain.preparation.tables import read_csv, read_dataset, read_json
 
 # Kinds of files by name, without .gz and the like; other files are text.
 _KINDS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".tsv": "csv"}
-LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"  # all of a file after a clone without Git LFS
 READ_CHARS = 1_000_000  # read from a text file at a time
 # Without the code pages of DOS and Macs, which charset-normalizer finds in short texts of any language
 _ENCODINGS = (
@@ -108,9 +108,8 @@ def _find_suffix(path: Path) -> str:
 def _read_file(path: Path, kind: str, column: Column, encoding: str | None) -> Iterator[str | None]:
     """Yield the texts or conversations of a file; of a text its lines with their ends, each at most READ_CHARS."""
     with _explain(path.name):
-        with open(path, "rb") as raw:
-            if raw.read(len(LFS_POINTER)) == LFS_POINTER:
-                raise UserError(f"'{path.name}' is a pointer of Git LFS, not the file itself: run `git lfs pull`")
+        if stand_in := find_stand_in(path):
+            raise UserError(f"'{path.name}' is {': '.join(stand_in)}")
         if kind == "parquet":
             datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the messages are in ours
             # One dataset for each file: files with other columns do not fit into one.

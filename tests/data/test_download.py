@@ -685,6 +685,16 @@ def test_a_wrong_checksum(args, host):
     assert "0" * 64 in message and "ask the organiser" in message and len(host.asked) == 1
 
 
+@pytest.mark.parametrize("has_checksum", [True, False])
+@pytest.mark.parametrize("title", ["Log in", "日本", "a\x1b[31m\nb", ""])
+def test_a_web_page_instead_of_the_archive_is_named(args, host, has_checksum, title):
+    host.content = f"<!DOCTYPE html>\n<html><title>{title}</title></html>".encode()
+    args.dataset_sha256 = args.dataset_sha256 if has_checksum else None
+    message = fail(args, leftovers=set())
+    assert "answers with a web page" in message and "open the address in a browser" in message
+    assert title not in ("Log in", "日本") or f"('{title}')" in message
+
+
 def test_missing_checksum_is_reported_and_credentials_are_not_logged(args, host, folders, caplog):
     caplog.set_level(logging.DEBUG, "cotrain.data.download")
     caplog.set_level(logging.WARNING, "urllib3")  # as setup_logging does, with --debug too
@@ -817,7 +827,7 @@ PAIRS = [[1, 2], [3, 4]]
         (besides(entry(f"{TOKENIZER}/tokenizer.json", bytes(10**6 + 1))), "tokenizer.json' in it has more than 1 MB"),
         (without("manifest.json"), "it lacks data/tokenized/manifest.json"),
         (without("tokenizer_config.json"), "it lacks data/tokenizer/tokenizer_config.json"),
-        (lambda _: b"<html>Sign in to download</html>", DAMAGED),
+        (lambda _: b"Sign in to download", DAMAGED),
         (lambda _: b"", DAMAGED),
         (lambda _: gzip.compress(b"not a tar" * 1000), DAMAGED),
         (lambda content: content[: len(content) // 2], DAMAGED),

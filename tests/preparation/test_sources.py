@@ -187,6 +187,10 @@ def test_a_pipe_is_read_once(tmp_path):
     os.close(reader)
 
 
+PAGE = b"<!DOCTYPE html>\n<html><head>\n<title>Virus scan\nwarning</title></head><body>Sign in.</body></html>\n"
+S3_ERROR = b'<?xml version="1.0"?>\n<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>'
+
+
 @pytest.mark.parametrize(
     ("files", "name", "message"),
     [
@@ -211,6 +215,18 @@ def test_a_pipe_is_read_once(tmp_path):
         ({"t.parquet": to_parquet({"text": [b"a"]})}, "t.parquet", r"--text_column: .* type bytes"),
         ({"t.parquet": b"version https://git-lfs.github.com/spec/v1\n"}, "t.parquet", "git lfs pull"),
         ({"t.txt": b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n"}, "t.txt", "git lfs pull"),
+        ({"t.txt": PAGE}, "t.txt", r"'t\.txt' is a web page \('Virus scan warning'\): open it .*download .*again"),
+        ({"t.tokens": b"\xef\xbb\xbf\r\n " + PAGE.upper()}, "t.tokens", r"'t\.tokens' is a web page \('VIRUS"),
+        ({"t.jsonl": b"<html lang=de>\n</html>"}, "t.jsonl", r"'t\.jsonl' is a web page: open it"),
+        ({"t.csv": PAGE}, "t.csv", r"'t\.csv' is a web page .*let its name end in \.html"),
+        ({"t.txt.gz": PAGE}, "t.txt.gz", r"'t\.txt\.gz' is a web page"),
+        ({"t.parquet": PAGE}, "t.parquet", r"'t\.parquet' is a web page"),
+        ({"t.txt": S3_ERROR}, "t.txt", r"'t\.txt' is an error of a web server \('Access Denied'\): open it"),
+        ({"t.jsonl": b'{"error": "Repository not found"}'}, "t.jsonl", r"'t\.jsonl' is an error of a web server"),
+        ({"t.txt": b"404: Not Found"}, "t.txt", r"'t\.txt' is an error of a web server"),
+        ({"t.txt": b"Invalid username or password."}, "t.txt", r"'t\.txt' is an error of a web server"),
+        ({"t.txt.crdownload": b"A text."}, "t.*", r"'t\.txt\.crdownload' is the part of a download: wait .*rename it"),
+        ({".t.txt.icloud": b"bplist00\0"}, ".t.txt.icloud", r"is a placeholder of iCloud"),
         ({"t.csv": b"text\nonly one\n"}, "t.csv", r"is a single document.*: pass a text of several rows"),
     ],
 )  # fmt: skip
@@ -219,6 +235,12 @@ def test_what_is_no_text_is_named(tmp_path, files, name, message):
     with pytest.raises(UserError, match=message) as error:
         read(tmp_path, name)
     assert "\n" not in str(error.value)
+
+
+def test_a_page_that_is_meant_is_read(tmp_path):
+    files = {"a.html": PAGE, "b.HTM": b"<html>", "c.txt": b"An <html>, and not found.", "d.txt": b'{"error": 1}\n' * 2}
+    write(tmp_path, files)
+    assert read(tmp_path, "*", has_lines=False) == sorted(text.decode() for text in files.values())
 
 
 # --- a file is a document --------------------------------------------------------------------------------------------
