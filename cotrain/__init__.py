@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
@@ -13,6 +14,10 @@ if Path(sys.argv[0]).resolve().parent == _FOLDER and importlib.util.find_spec("p
         f"{Path(sys.argv[0]).name}: error: {sys.executable} lacks the packages in requirements.txt; "
         f"run this first: cd {_FOLDER} && {_install}source .venv/bin/activate"
     )
+
+if os.isatty(2) and 0 in os.get_terminal_size(2):  # as in `script` or `docker exec -t`: tqdm would draw no bar
+    os.environ.setdefault("TQDM_NCOLS", "80")
+    os.environ.setdefault("TQDM_NROWS", "24")  # tqdm reads both when it is imported
 
 # Imported at their first use: they take seconds, which scripts that only parse flags need not wait for.
 _MODULES = {"Task": "cotrain.task", "join_run": "cotrain.join"}

@@ -1,6 +1,14 @@
 """Progress bars: a line every ten seconds where the output is no terminal."""
 
+import fcntl
 import io
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
 
 import pytest
 
@@ -41,3 +49,28 @@ def test_terminal_has_a_bar(clock, monkeypatch):
     monkeypatch.setattr("sys.stderr", terminal := _Terminal())
     run(clock, 35)
     assert terminal.getvalue().count("\r") > 50 and "100%" in terminal.getvalue()
+
+
+BAR = """
+from cotrain.common.progress_bar import ProgressBar
+for _ in ProgressBar(range(3), desc="Reading", mininterval=0): pass
+"""
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(0, 0), (0, 80), (24, 0), (24, 80), (10, 40)])
+def test_terminal_that_states_no_size_has_a_bar(rows, columns):
+    """`script` and `docker exec -t` without -i give 0 rows of 0 columns."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    folder = Path(__file__).parents[2]
+    program = subprocess.Popen([sys.executable, "-c", BAR], cwd=folder, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    output = b""
+    try:
+        while data := os.read(ours, 2**16):
+            output += data
+    except OSError:  # the other end is closed
+        pass
+    os.close(ours)
+    assert program.wait(120) == 0 and b"Reading: " in output
+    assert all(len(line.decode()) <= (columns or 80) for line in output.split(b"\r"))
