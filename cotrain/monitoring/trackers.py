@@ -7,11 +7,13 @@ Not supported are Comet, ClearML and SwanLab, which also record the monitor's co
 values could not be read back with the pinned packages.
 """
 
+import contextlib
 import logging
 import os
 import queue
 import secrets
 import shlex
+import sqlite3
 import threading
 import time
 import warnings
@@ -33,6 +35,7 @@ logger = logging.getLogger(__name__)
 PLOT_ORDER = "loss,validation loss,performance,alive peers,samples"
 ADDRESS = "{host}?project={project}&smoothing=0"
 WANDB_TIMEOUT = 30.0  # seconds for wandb to connect, before it records offline
+LOCKED_TRIES = 20  # of 10 to 30 s each, while another program, such as a backup, keeps trackio's database locked
 SERVER_TIMEOUT = 5.0  # seconds for a trackio server to answer, before one warning
 FINISH_TIMEOUT = 30.0  # seconds for wandb to upload the remaining values
 # A factor between the steps of two tables: a run of 125 000 steps has 250 leaderboards, not 25 000 of 8 KB each.
@@ -193,6 +196,21 @@ def show_command(folder: Path, project: str) -> str:
     return f"{command}  # open the address that it prints, with &smoothing=0 at its end"
 
 
+def repeat_if_locked(write: Callable[..., None]) -> Callable[..., None]:
+    """Return a write to trackio's database with LOCKED_TRIES: trackio drops the steps after the first."""
+
+    def repeat(*args: object, **options: object) -> None:
+        for number in range(1, LOCKED_TRIES):
+            with contextlib.suppress(sqlite3.OperationalError, OSError):
+                return write(*args, **options)
+            if number == 1:
+                logger.warning("trackio's database is in use by another program: the page gets the steps later")
+            time.sleep(1)
+        write(*args, **options)
+
+    return repeat
+
+
 class ProjectTrackioTracker(TrackioTracker):
     """trackio, in a local folder without an account and a server, in a Hugging Face Space, or on a server.
 
@@ -225,6 +243,7 @@ class ProjectTrackioTracker(TrackioTracker):
             logger.info(f"Curves: {show_command(trackio.TRACKIO_DIR, self.run_name)}")
             # Suppresses trackio's own hint for a new project, which lacks the folder.
             trackio.context_vars.current_project.set(self.run_name)
+            trackio.SQLiteStorage.bulk_log = staticmethod(repeat_if_locked(trackio.SQLiteStorage.bulk_log))
         super().start()
         if self.server_url is not None:  # trackio sends what an earlier process has kept only to Spaces
             self.run._has_local_buffer = trackio.SQLiteStorage.has_pending_data(self.run_name)  # noqa: SLF001

@@ -61,6 +61,35 @@ if dashboard == "trackio":
     from trackio.sqlite_storage import SQLiteStorage
     print("LOGS", json.dumps(SQLiteStorage.get_logs("my run", "my run")))
 """
+# Reports three steps to trackio. Another program locks its database until the second has failed.
+LOCKED = """
+import json, logging, sqlite3, sys, threading, time
+from functools import partial
+from pathlib import Path
+from cotrain.monitoring.trackers import Dashboard, ProjectTrackioTracker
+folder, failed = Path(sys.argv[2]), threading.Event()
+handler = logging.Handler()
+handler.emit = lambda record: (print(record.getMessage()), failed.set())
+logging.getLogger("cotrain.monitoring.trackers").addHandler(handler)
+tracker = ProjectTrackioTracker(folder, "my run")
+from trackio.sqlite_storage import SQLiteStorage
+dashboard = Dashboard(tracker)
+find_steps = lambda: [log["step"] for log in SQLiteStorage.get_logs("my run", "my run")]
+dashboard.log({"loss": 9.0}, step=0)
+while not find_steps():
+    time.sleep(0.1)
+SQLiteStorage._get_connection = staticmethod(partial(SQLiteStorage._get_connection, timeout=0.1))
+(database,) = folder.glob("*.db")
+lock = sqlite3.connect(database, isolation_level=None)
+lock.execute("BEGIN EXCLUSIVE")
+failed.clear()
+dashboard.log({"loss": 8.0}, step=1)
+failed.wait(20)
+lock.execute("ROLLBACK")
+dashboard.log({"loss": 7.0}, step=2)
+dashboard.close()
+print("STEPS", find_steps())
+"""
 
 
 def make_report(step, loss=5.0):
@@ -243,8 +272,8 @@ def test_dashboard_that_is_not_installed_is_one_warning(tmp_path, monkeypatch, c
 # The real trackers, each in a separate process
 
 
-def run_program(tmp_path, dashboard, first=0, last=4, **environment):
-    """Run PROGRAM without account and network, on a terminal (where wandb would ask for a key).
+def run_program(tmp_path, dashboard, first=0, last=4, program=PROGRAM, **environment):
+    """Run a program without account and network, on a terminal (where wandb would ask for a key).
 
     :returns: its output
     """
@@ -256,7 +285,7 @@ def run_program(tmp_path, dashboard, first=0, last=4, **environment):
     terminal, side = pty.openpty()
     try:
         return subprocess.run(
-            [sys.executable, "-c", PROGRAM, dashboard, str(tmp_path / "out"), str(first), str(last)],
+            [sys.executable, "-c", program, dashboard, str(tmp_path / "out"), str(first), str(last)],
             env=clean, stdin=side, stderr=side, stdout=subprocess.PIPE, text=True, timeout=120, check=True,
         encoding="utf-8").stdout  # fmt: skip
     finally:
@@ -326,6 +355,13 @@ def test_trackio_keeps_a_local_dashboard(tmp_path):
     assert [log["step"] for log in logs] == [0, 1, 2, 3, 4]
     assert [log.get("loss") for log in logs] == [10.0, None, 8.0, 7.0, 6.0]
     assert logs[2]["validation loss"] == 9.5 and logs[0]["alive peers"] == 2 and logs[0]["samples"] == 64
+
+
+@pytest.mark.programs
+def test_steps_wait_for_a_database_that_is_locked(tmp_path):
+    """trackio dropped the steps after 30 s."""
+    output = run_program(tmp_path, "trackio", program=LOCKED)
+    assert "STEPS [0, 1, 2]" in output and "in use by another program: the page gets the steps later" in output
 
 
 @pytest.mark.browser
