@@ -174,6 +174,8 @@ def check_maddr(flag: str, maddr: str) -> dict[str, str]:
             require(value is not None, f"{flag}: '{maddr}' ends after '{name}', its value is missing; {example}")
         else:
             require(name in _VALUELESS_PROTOCOLS, f"{flag}: '{maddr}' has an unknown part '{name}'; {example}")
+        is_second = name in ("ip4", "ip6", "dns", "dns4", "dns6") and "p2p" in protocols
+        require(not is_second, f"{flag}: '{maddr}' is two addresses in one; put a space or a comma before '/{name}'")
         if name in ("ip4", "ip6"):
             require(_is_ip(value, int(name[-1])), f"{flag}: '{value}' in '{maddr}' is not an IPv{name[-1]} address")
         if name in ("tcp", "udp"):

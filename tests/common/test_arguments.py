@@ -194,6 +194,7 @@ def test_endpoints_become_multiaddresses(endpoint, maddrs):
         ("run_trainer.py", "--initial_peers ", "--initial_peers is empty"),  # as of a variable that is not set
         ("run_trainer.py", f"--initial_peers {PEER[:-2]}", "Copy the whole address"),
         ("run_trainer.py", f"--initial_peers {PEER}/ip4", "'ip4'"),
+        ("run_trainer.py", f"--initial_peers {PEER}{PEER}", "two addresses in one; put a space or a comma before"),
         ("run_trainer.py", f"--initial_peers {PEER[:-9]}\n{PEER[-9:]}", "Copy the whole address"),
         ("run_trainer.py", "--initial_peers /ip4/203.0.113.1/tcp/80", "PEER_ID"),
         ("run_trainer.py", f"--use_ipfs --initial_peers {PEER}", "--use_ipfs"),

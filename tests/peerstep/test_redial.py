@@ -61,6 +61,14 @@ def test_clock_of_the_run_is_the_median_of_the_initial_peers(answers, offset, mo
     assert run_time() - NOW == pytest.approx(offset, abs=0.1)
 
 
+def test_clock_that_is_a_year_off_is_named_as_it_is(monkeypatch, caplog):
+    """The warning said 97200 s, as far as the clock is corrected."""
+    for module in (clock, redial):
+        monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: NOW, monotonic=time.monotonic))
+    set_run_clock(Answers([365 * 86400.0]), ["/ip4/192.0.2.1/tcp/1/p2p/Qm"])
+    assert "clock is 31536000.0 s behind the run's: too far to join it. Set it" in caplog.text
+
+
 def test_clock_is_named_once_and_followed_when_it_is_set(monkeypatch, caplog):
     """A laptop sleeps: its clock is 600 s late afterwards, until it is set."""
     system = SimpleNamespace(error=-600.0)
