@@ -76,3 +76,15 @@ def test_missing_file_is_named_without_torch(tmp_path, script, args, words):
     process = start(script, tmp_path, dict.fromkeys(("torch", "hivemind"), stop), *args)
     _, stderr = process.communicate(timeout=120)
     assert f"{script}: error: " in stderr and words in stderr, stderr
+
+
+@pytest.mark.programs
+def test_an_interrupt_during_the_first_imports_shows_no_traceback(tmp_path):
+    """The monitor's classes of flags take half a second, on a busy machine six, before `run_script`."""
+    process = start(
+        "run_training_monitor.py",
+        tmp_path,
+        {"urllib3": "raise KeyboardInterrupt"},
+    )
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 130 and "Traceback" not in stderr, stderr
