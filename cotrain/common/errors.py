@@ -70,6 +70,8 @@ def describe(error: BaseException) -> str:
         return f"{error.name} is not installed: {INSTALL[error.name]}"
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # pyarrow's names no file
+        return os.strerror(errno.ENOSPC)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
     where = f" in '{frames[-1].filename}', line {frames[-1].lineno}" if frames else ""
     return f"{type(error).__name__}{where}: {first_line(error, limit=None)} (--debug shows where)"

@@ -29,6 +29,13 @@ def log(monkeypatch):
     return logging.getLogger("a peer"), stream.getvalue
 
 
+def test_full_disk_is_named_without_words_of_python():
+    """pyarrow's error was "OSError in 'pyarrow/error.pxi', line 92: [Errno 28] Error writing bytes to file …"."""
+    error = OSError(28, "Error writing bytes to file. Detail: [errno 28] No space left on device")
+    assert describe(error) == "No space left on device"
+    assert describe(OSError(28, "No space left on device", "a.txt")) == "a.txt: No space left on device"
+
+
 def test_hint_follows_the_first_warning_of_a_kind(log):
     logger, read = log
     for step in (39, 40):
