@@ -196,19 +196,15 @@ def show_command(folder: Path, project: str) -> str:
     return f"{command}  # open the address that it prints, with &smoothing=0 at its end"
 
 
-def repeat_if_locked(write: Callable[..., None]) -> Callable[..., None]:
-    """Return a write to trackio's database with LOCKED_TRIES: trackio drops the steps after the first."""
-
-    def repeat(*args: object, **options: object) -> None:
-        for number in range(1, LOCKED_TRIES):
-            with contextlib.suppress(sqlite3.OperationalError, OSError):
-                return write(*args, **options)
-            if number == 1:
-                logger.warning("trackio's database is in use by another program: the page gets the steps later")
-            time.sleep(1)
-        write(*args, **options)
-
-    return repeat
+def write_patiently(write: Callable[..., None], *args: object, **options: object) -> None:
+    """Call trackio's write to its database LOCKED_TRIES times: trackio drops the steps after the first."""
+    for number in range(1, LOCKED_TRIES):
+        with contextlib.suppress(sqlite3.OperationalError, OSError):
+            return write(*args, **options)
+        if number == 1:
+            logger.warning("trackio's database is in use by another program: the page gets the steps later")
+        time.sleep(1)
+    write(*args, **options)
 
 
 class ProjectTrackioTracker(TrackioTracker):
@@ -243,7 +239,7 @@ class ProjectTrackioTracker(TrackioTracker):
             logger.info(f"Curves: {show_command(trackio.TRACKIO_DIR, self.run_name)}")
             # Suppresses trackio's own hint for a new project, which lacks the folder.
             trackio.context_vars.current_project.set(self.run_name)
-            trackio.SQLiteStorage.bulk_log = staticmethod(repeat_if_locked(trackio.SQLiteStorage.bulk_log))
+            trackio.SQLiteStorage.bulk_log = staticmethod(partial(write_patiently, trackio.SQLiteStorage.bulk_log))
         super().start()
         if self.server_url is not None:  # trackio sends what an earlier process has kept only to Spaces
             self.run._has_local_buffer = trackio.SQLiteStorage.has_pending_data(self.run_name)  # noqa: SLF001

@@ -39,10 +39,9 @@ class ClockJumps:
         if time.monotonic() < self._warn_at:
             return
         times = f", and became wrong {self._number} times since the last warning" if self._number > 1 else ""
-        what = "using that of the run" if abs(offset) <= MAX_CORRECTION else "too far to join it"
         logger.warning(
             f"This machine's clock is {abs(offset):.1f} s {'behind' if offset > 0 else 'ahead of'} the run's{times}: "
-            f"{what}. Set it, for example with `sudo timedatectl set-ntp true`"
+            "using that of the run (up to 27 hours). Set it, for example with `sudo timedatectl set-ntp true`"
         )
         self._number, self._warn_at = 0, time.monotonic() + self.WARN_SECONDS
 

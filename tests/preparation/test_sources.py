@@ -226,7 +226,6 @@ S3_ERROR = b'<?xml version="1.0"?>\n<Error><Code>AccessDenied</Code><Message>Acc
         ({"t.txt": b"404: Not Found"}, "t.txt", r"'t\.txt' is an error of a web server"),
         ({"t.txt": b"Invalid username or password."}, "t.txt", r"'t\.txt' is an error of a web server"),
         ({"t.txt.crdownload": b"A text."}, "t.*", r"'t\.txt\.crdownload' is the part of a download: wait .*rename it"),
-        ({".t.txt.icloud": b"bplist00\0"}, ".t.txt.icloud", r"is a placeholder of iCloud"),
         ({"t.csv": b"text\nonly one\n"}, "t.csv", r"is a single document.*: pass a text of several rows"),
     ],
 )  # fmt: skip
