@@ -18,7 +18,7 @@ from pathlib import Path
 
 from arguments import BaseTrainingArguments, ModelArguments, ProgressTrackerArguments, ReportingArguments
 from cotrain.common.alerts import Alerts, announced_end
-from cotrain.common.errors import UserError, announce_imports, run_script
+from cotrain.common.errors import UserError, announce_imports, require_packages, run_script
 from cotrain.common.flags import HOST_PORT, ArgumentsError, flag, parse_repo_id, require
 from cotrain.common.signals import StopSignal
 from cotrain.options import Adopted
@@ -116,6 +116,10 @@ def main() -> None:
         from cotrain.common.argument_parser import ArgumentParser
 
         line = ArgumentParser(ARGUMENTS, __doc__).parse()
+        require_packages(line.arguments)
+        _, run_args, peer_args = line.arguments
+        if not peer_args.initial_peers:
+            run_args.require_stated(line.stated)
         announce_imports()
         from cotrain.peer.adoption import find_run_config
 

@@ -3,12 +3,14 @@
 import glob
 import hashlib
 import os
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple
 
 from cotrain.common.alerts import read_webhook
+from cotrain.common.errors import UserError
 from cotrain.common.flags import (
     ArgumentsError,
     Flags,
@@ -167,6 +169,12 @@ class ModelOptions(ModelSettings):
     def lacks_tokenizer(self) -> bool:
         """Whether the tokenizer of a language model is neither on this machine nor in an archive to download."""
         return self.task is None and self.dataset_url is None and not Path(self.tokenizer_path).is_dir()
+
+    def require_stated(self, stated: Collection[str]) -> None:
+        """Raise UserError if the folder of the tokenizer is among the flags that were stated, and is not there."""
+        if self.lacks_tokenizer and "tokenizer_path" in stated:
+            remedy = "run ./tokenize_wikitext103.py, or pass --dataset_url, or --initial_peers to join a run"
+            raise UserError(f"--tokenizer_path: there is no folder '{self.tokenizer_path}'; {remedy}")
 
     @property
     def task_sha256(self) -> str | None:

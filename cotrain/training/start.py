@@ -65,9 +65,7 @@ def start_trainer(
 def require_run(command_line: "CommandLine", args: TrainerOptions) -> None:
     """Raise UserError if there is neither a run to join nor the data of a new one."""
     if not args.collaboration.initial_peers and args.dataset.lacks_tokenizer:
-        if "tokenizer_path" in command_line.stated:
-            remedy = "run ./tokenize_wikitext103.py, or pass --dataset_url, or --initial_peers to join a run"
-            raise UserError(f"--tokenizer_path: there is no folder '{args.dataset.tokenizer_path}'; {remedy}")
+        args.dataset.require_stated(command_line.stated)
         raise UserError(
             "--initial_peers is missing: pass the address that the monitor or a trainer of the run prints. To "
             "begin a run, prepare its data first with ./tokenize_wikitext103.py, or pass --dataset_url"

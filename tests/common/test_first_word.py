@@ -68,6 +68,7 @@ def test_script_speaks_while_its_flags_take_long(tmp_path):
         ("run_trainer.py", ["--model_name_or_path", "./nowhere"], "there is no file or folder './nowhere'; pass "),
         ("run_trainer.py", ["--tokenizer_path", "nowhere"], "--tokenizer_path: there is no folder 'nowhere'; run "),
         ("run_custom_trainer.py", ["--tokenizer_path", "nowhere"], "--tokenizer_path: there is no folder 'nowhere'"),
+        ("run_training_monitor.py", ["--tokenizer_path", "nowhere"], "--tokenizer_path: there is no folder 'nowhere'"),
     ],
 )
 @pytest.mark.programs

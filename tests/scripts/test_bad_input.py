@@ -96,7 +96,7 @@ SHORT = {**TINY_ALBERT, "max_position_embeddings": 16}
         # A wrong token was found only after the data had been downloaded, which takes minutes.
         (lambda data, _: {"tunnel": "ngrok", "dataset_path": "nowhere"}, TOKEN),
         (lambda data, _: {"script": run_custom_trainer, "tunnel": "ngrok", "dataset_path": "nowhere"}, TOKEN),
-        (lambda data, _: {"script": run_training_monitor, "tunnel": "ngrok", "tokenizer_path": "nowhere"}, TOKEN),
+        (lambda data, _: {"script": run_training_monitor, "tunnel": "ngrok"}, TOKEN),
         (lambda data, _: {"script": run_evaluator}, "--initial_peers is missing"),
         (lambda data, _: {"script": run_training_monitor, "tokenizer_path": "nowhere"}, "--tokenizer_path"),
         (lambda data, _: {"script": run_training_monitor, "repo_id": "me/x"}, "--repo_id hf auth login HF_TOKEN"),
