@@ -6,6 +6,7 @@ Scripts import it in `main`: transformers takes a second, in which Ctrl-C alread
 import argparse
 import difflib
 import itertools
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -109,6 +110,12 @@ def read_settings(path: str) -> Iterator[tuple[str, list[str] | str]]:
         root = yaml.compose(Path(path).read_bytes(), Loader=yaml.BaseLoader)
     except FileNotFoundError:
         raise ArgumentsError("the file does not exist") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        remedy = "write lines such as 'run_id: my-albert', without tabs"
+        what = ": ".join(filter(None, (error.context, error.problem)))
+        raise ArgumentsError(f"the file is not YAML: {where}{what}; {remedy}") from None
     except (OSError, yaml.YAMLError, RecursionError) as error:
         raise ArgumentsError(f"the file is not YAML: {error}") from None
     require(isinstance(root, yaml.MappingNode), "the file must have lines such as 'run_id: my-albert'")
@@ -120,6 +127,12 @@ def read_settings(path: str) -> Iterator[tuple[str, list[str] | str]]:
             require(part.value.lower() not in ("", "~", "null"), f"--{key.value} has no value")
             require(not part.value.startswith("-"), f"--{key.value}: '{part.value}' must not begin with '-'")
         yield key.value, value.value if parts == [value] else [part.value for part in parts]
+
+
+def expand_home(word: str) -> str:
+    """Replace ~/ at the beginning of a value by the home folder. Shells do so only at the beginning of a word."""
+    flag, sign, value = word.partition("=") if word.startswith("--") else ("", "", word)
+    return f"{flag}{sign}{os.path.expanduser(value)}" if value.startswith("~/") else word
 
 
 @dataclass(frozen=True)
@@ -184,6 +197,7 @@ class ArgumentParser(HfArgumentParser):
         return {option for action in self._actions for option in action.option_strings}
 
     def error(self, message: str) -> NoReturn:
+        message = re.sub("invalid (int|float) value: ('.*')", r"\2 is not a number; write it as in 1024", message)
         line = " ".join(f"{self.source}{message:.500}".split())
         print(f"{Path(sys.argv[0]).name}: error: {line} (see --help)", file=sys.stderr)
         sys.exit(2)
@@ -220,13 +234,14 @@ class ArgumentParser(HfArgumentParser):
         The flags in the file of --run_config count as if they stood before the others.
         """
         try:
-            words, warnings = translate_old_names(args := sys.argv[1:] if args is None else args, self.known_flags)
+            args = [expand_home(word) for word in sys.argv[1:]] if args is None else args
+            words, warnings = translate_old_names(args, self.known_flags)
             options = {"--run_config", "--run-config"} & self.known_flags
             paths = [path for word, path in itertools.pairwise(words) if word in options]
             require(len(paths) < 2, "--run_config takes one file")
             for path in paths:
                 self.source = self.source or f"with --run_config '{path}': "
-                args = [*self.to_words(read_settings(path)), *args]
+                args = [*map(expand_home, self.to_words(read_settings(path))), *args]
                 words, warnings = translate_old_names(args, self.known_flags)
             *dataclasses, unknown = self.parse_args_into_dataclasses(
                 words, return_remaining_strings=True, look_for_args_file=False

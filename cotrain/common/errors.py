@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+import re
 import sys
 import threading
 import traceback
@@ -59,7 +60,8 @@ def require_packages(arguments: Iterable[object]) -> None:
 
 def first_line(error: BaseException, limit: int | None = 200) -> str:
     """Return the first line of an error's message, at most `limit` characters; its class if there is no message."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:limit]
+    message = re.sub(r"\[Errno -?\d+\] ", "", str(error))
+    return next(iter(message.strip().splitlines()), type(error).__name__)[:limit]
 
 
 def describe(error: BaseException) -> str:

@@ -298,7 +298,8 @@ class _Transfer:
                 what = f"{self.address} has SHA-256 {digest} instead of {self.expected}"
                 raise UserError(f"--dataset_url: {what}; ask the organiser which is right")
             logger.warning("The resumed download does not match the SHA-256; downloading it anew")
-        raise TemporaryError(f"--dataset_url: {self.address} cannot be downloaded ({error}); try again later")
+        remedy = "check the address, or try again later"
+        raise TemporaryError(f"--dataset_url: {self.address} cannot be downloaded ({error}); {remedy}")
 
     def _receive(self, start: int) -> bool:
         """Try once to receive the archive from byte `start` on; return whether the rest of a file was requested.

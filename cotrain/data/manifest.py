@@ -59,6 +59,9 @@ class Manifest:
         path = Path(dataset_path) / MANIFEST_NAME
         if not Path(dataset_path).is_dir():
             raise UserError(f"--dataset_path: there is no folder '{dataset_path}'; {REMEDY}")
+        if not path.is_file():
+            remedy = f"pass the folder that has it, or {REMEDY}"
+            raise UserError(f"--dataset_path: '{dataset_path}' has no {MANIFEST_NAME}; {remedy}")
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             if content["format_version"] != FORMAT_VERSION:

@@ -57,6 +57,8 @@ def set_end_of_turn(tokenizer: PreTrainedTokenizerBase) -> None:
 
     :raises UserError: if there is no template, or no such token
     """
+    if not tokenizer.chat_template:
+        raise UserError("--tokenizer has no chat template: pass that of a model for conversations, an instruct one")
     messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "ANSWER"}]
     try:
         tokenizer.chat_template = tokenizer.get_chat_template()  # of several the default

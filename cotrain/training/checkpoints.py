@@ -18,7 +18,6 @@ from hivemind.utils import get_logger
 from safetensors.torch import save_model
 
 from cotrain.common.atomic_files import new_folder
-from cotrain.common.errors import first_line
 from cotrain.common.run_folder import list_checkpoints, step_of
 from cotrain.task import Task
 from peerstep.state.averager import TrainingStateAverager
@@ -49,7 +48,8 @@ def load_training_state(path: Path, run_id: str) -> SavedState:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise ValueError(f"{path} cannot be read ({type(error).__name__}: {first_line(error)})") from None
+        logger.debug(f"{path} cannot be read: {error!r}")
+        raise ValueError(f"{path} is damaged or incomplete; copy it again, or remove its folder") from None
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise ValueError(f"{path} is not a training state of this version")
     if content.get("run_id") != run_id:

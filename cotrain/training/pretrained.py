@@ -52,7 +52,7 @@ def find_base(folder: Path) -> tuple[str, "LoraConfig | None"]:
             pass
         if not isinstance(source, str):
             raise ValueError("they name no base model")
-        if Path(source).is_absolute() and not Path(source).is_dir():
+        if source.startswith(("/", ".", "~")) and not Path(source).is_dir():
             raise ValueError(f"their base is not at '{source}': copy it there, or write its path in {ADAPTERS}")
     except Exception as error:
         raise UserError(f"CHECKPOINT: the adapters in '{folder}' cannot be read ({first_line(error)})") from None

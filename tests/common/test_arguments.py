@@ -11,7 +11,7 @@ import pytest
 import run_evaluator
 import run_training_monitor
 from arguments import TRAINER_ARGUMENTS, ProgressTrackerArguments
-from cotrain.common.argument_parser import parse_arguments
+from cotrain.common.argument_parser import expand_home, parse_arguments
 from cotrain.common.flags import ArgumentsError, endpoint_to_maddrs
 from cotrain.options import TRAINER_OPTIONS
 from invite import InvitationArguments, RevocationArguments
@@ -272,3 +272,17 @@ def test_each_option_of_the_library_is_a_flag_with_help():
         assert [getattr(flags(), name) for name in types if hasattr(options(), name)] == [*vars(options()).values()]
     with pytest.raises(ArgumentsError, match="--min_refresh_period must be at most --max_refresh_period 30"):
         ProgressTrackerArguments(min_refresh_period=31.0)
+
+
+@pytest.mark.parametrize(
+    ("word", "expanded"),
+    [
+        ("~/runs", "/home/alice/runs"),
+        ("--output_dir=~/runs", "/home/alice/runs"),
+        ("--sample_text=a=~/b", "--sample_text=a=~/b"),
+        ("a~/b", "a~/b"),
+    ],
+)
+def test_home_folder_is_meant_where_a_shell_does_not_expand_it(word, expanded, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/alice")
+    assert expand_home(word).removeprefix("--output_dir=") == expanded

@@ -103,6 +103,7 @@ def test_names_of_older_examples_are_translated_with_a_warning(parse, capsys):
         ("run_id: |\n  a\n  b\n", "--run_id must be one line"),
         ("run_id: " + "[" * 3000 + "]" * 3000, "not YAML: maximum recursion depth"),
         ("a: [", "line 1, column 5"),
+        ("run_id: a\n\tb: 1", "line 2, column 1: while scanning"),
         ("\trun_id: a", "found character '\\t' that cannot start any token"),
         ("run_id: a\n---\nrun_id: b", "not YAML"),
         ("run_id: *x", "undefined alias 'x'"),

@@ -338,7 +338,7 @@ def test_model_of_a_run_is_no_path(name, tmp_path, monkeypatch):
     [
         ("learning_rate", -1, "must be above 0"),
         ("optimizer", "sgd", "invalid choice"),
-        ("total_steps", "x", "invalid int"),
+        ("total_steps", "x", "not a number"),
         ("page", "https://a/ [click](x)", "must be an address"),
         ("dataset_url", "file:///etc/passwd", "must be an http"),
         ("dataset_url", "http://127.0.0.1\\@8.8.8.8/x", "must be an http"),

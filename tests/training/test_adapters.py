@@ -270,6 +270,9 @@ def test_adapters_whose_base_is_elsewhere_say_so(prepared, base, tmp_path):
     base.rename(tmp_path / "moved")
     with pytest.raises(UserError, match="their base is not at '.*/base': copy it there, or write its path in adapter"):
         load_checkpoint(folder)
+    change_fields(folder / "adapter_config.json", base_model_name_or_path="../models/base")  # as on another machine
+    with pytest.raises(UserError, match="their base is not at '../models/base': copy it there, or write its path"):
+        load_checkpoint(folder)
     change_fields(folder / "adapter_config.json", base_model_name_or_path=str(tmp_path / "moved"))
     load_checkpoint(folder)
 
