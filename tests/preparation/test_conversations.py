@@ -113,9 +113,9 @@ def test_the_end_of_a_turn_becomes_the_end_of_text():
     assert prepare_tokenizer("alternating").eos_token == "<|endoftext|>"
 
 
-@pytest.mark.parametrize(("style", "reason"), [("endless", "empty"), ("none", "not set")])
+@pytest.mark.parametrize(("style", "reason"), [("endless", " .*empty.*"), ("none", "")])
 def test_tokenizer_that_is_not_for_conversations_is_refused(style, reason):
-    with pytest.raises(UserError, match=f"--tokenizer has no chat template .*{reason}.*: pass that of") as error:
+    with pytest.raises(UserError, match=f"--tokenizer has no chat template{reason}: pass that of") as error:
         prepare_tokenizer(style)
     assert "\n" not in str(error.value)
 
