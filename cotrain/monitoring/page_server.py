@@ -18,8 +18,9 @@ from peerstep.peer.processes import leave_with_parent
 
 logger = logging.getLogger(__name__)
 
-# trackio's server answers anybody: one SQL query blocked the page for everybody, another one took 2.8 GB, and the
-# length of a request is not limited. The page itself sends no SQL and takes 0.2 GB. Only Linux enforces the limit.
+# trackio's server answers any caller and does not limit the length of a request. In trials one SQL query blocked the
+# page for all readers, and another one took 2.8 GB. The page itself sends no SQL and takes 0.2 GB. Only Linux enforces
+# the limit.
 SERVE = """import resource, sys, trackio.server
 del trackio.server.SQLiteStorage.query_project
 if sys.platform == "linux":
