@@ -4,13 +4,13 @@
 ./export_model.py monitor_outputs my-model --ollama
 """
 
+from cotrain.common.errors import UserError, announce_imports, run_script  # isort: skip
 import shlex
 import shutil
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-from cotrain.common.errors import UserError, announce_imports, run_script
 from cotrain.common.flags import Flags, flag
 from cotrain.common.run_folder import find_checkpoint
 

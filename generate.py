@@ -8,6 +8,7 @@ The first argument is a checkpoint, or an output folder with checkpoints. Withou
 another: a model of conversations remembers the earlier ones.
 """
 
+from cotrain.common.errors import UserError, announce_imports, first_line, run_script  # isort: skip
 import contextlib
 import itertools
 import shutil
@@ -19,7 +20,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from cotrain.common.errors import UserError, announce_imports, first_line, run_script
 from cotrain.common.flags import Flags, flag
 from cotrain.common.run_folder import find_checkpoint
 

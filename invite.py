@@ -13,11 +13,11 @@ belong to one run; keep that file secret.
 revokes all invitations of alice; the monitor passes the list on to all peers.
 """
 
+from cotrain.common.errors import UserError, announce_imports, run_script  # isort: skip
 import sys
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 
-from cotrain.common.errors import UserError, announce_imports, run_script
 from cotrain.common.flags import Flags, flag, require
 
 

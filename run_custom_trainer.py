@@ -9,12 +9,12 @@ Copy this file for a loop that differs from cotrain/training/loop.py. A script t
 with `join_run`, see examples/plain_loop.py.
 """
 
+from cotrain.common.errors import run_script  # isort: skip
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 from arguments import TRAINER_ARGUMENTS
-from cotrain.common.errors import run_script
 from cotrain.common.signals import StopSignal
 from cotrain.options import TrainerOptions
 from cotrain.training.start import start_trainer

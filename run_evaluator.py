@@ -10,13 +10,13 @@ The results go to the log, to evaluations.jsonl and, with --report_to, to a dash
 validation loss is kept in a folder `best`.
 """
 
+from cotrain.common.errors import UserError, announce_imports, run_script  # isort: skip
 import math
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from arguments import BaseTrainingArguments, DatasetArguments, ReportingArguments
-from cotrain.common.errors import UserError, announce_imports, run_script
 from cotrain.common.flags import flag
 from cotrain.common.signals import StopSignal
 from cotrain.settings import Hyperparameters

@@ -9,6 +9,7 @@ The demo runs the same scripts as a collaboration over the internet, shows their
 
 from __future__ import annotations
 
+from cotrain.common.errors import UserError, run_script  # isort: skip
 import json
 import math
 import os
@@ -26,7 +27,6 @@ from pathlib import Path
 
 from cotrain.common.atomic_files import check_target, lock_folder
 from cotrain.common.diagnosis import HINT
-from cotrain.common.errors import UserError, run_script
 from cotrain.common.flags import Flags, flag
 from cotrain.common.json_file import read_records
 from peerstep.peer.processes import leave_with_parent

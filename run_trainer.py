@@ -8,13 +8,13 @@ Join a collaboration with
 where the address is one that the monitor or any trainer prints at its start.
 """
 
+from cotrain.common.errors import run_script  # isort: skip
 import sys
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 from arguments import TRAINER_ARGUMENTS
-from cotrain.common.errors import run_script
 from cotrain.common.signals import StopSignal
 from cotrain.options import TrainerOptions
 from cotrain.training.start import start_trainer

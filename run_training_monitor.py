@@ -8,6 +8,7 @@ Run it on a machine that others can reach; it needs no GPU:
 It prints the --initial_peers with which trainers join, and tells them the settings of the run.
 """
 
+from cotrain.common.errors import UserError, announce_imports, require_packages, run_script  # isort: skip
 import logging
 import os
 import time
@@ -18,7 +19,6 @@ from pathlib import Path
 
 from arguments import BaseTrainingArguments, ModelArguments, ProgressTrackerArguments, ReportingArguments
 from cotrain.common.alerts import Alerts, announced_end
-from cotrain.common.errors import UserError, announce_imports, require_packages, run_script
 from cotrain.common.flags import HOST_PORT, ArgumentsError, flag, parse_repo_id, require
 from cotrain.common.signals import StopSignal
 from cotrain.options import Adopted

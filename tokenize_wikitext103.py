@@ -10,6 +10,7 @@
 ./tokenize_wikitext103.py --objective chat --tokenizer … --without_samples --archive run.tar.gz     # for --own_data
 """
 
+from cotrain.common.errors import announce_imports, run_script  # isort: skip
 import contextlib
 import glob
 import hashlib
@@ -27,7 +28,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
-from cotrain.common.errors import announce_imports, run_script
 from cotrain.common.flags import ArgumentsError, Flags, flag, parse_size, require, require_apart
 from cotrain.common.progress_bar import ProgressBar
 from cotrain.data.manifest import Manifest

@@ -1,9 +1,14 @@
 """Train one model together over the internet: what a script of your own imports."""
 
-import importlib
-import importlib.util
 import os
 import sys
+
+# random.py or queue.py of the user, beside the scripts or in PYTHONPATH, must not hide Python's own modules.
+sys.path.sort(key=lambda folder: folder.removesuffix("/lib-dynload") != os.path.dirname(os.__file__))
+
+import importlib
+import importlib.util
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 _FOLDER = Path(__file__).parents[1]
@@ -15,10 +20,30 @@ if _is_script and importlib.util.find_spec("psutil") is None:
         f"{Path(sys.argv[0]).name}: error: {sys.executable} lacks the packages in requirements.txt; "
         f"run this first: cd {_FOLDER} && {_install}source .venv/bin/activate"
     )
-if _is_script:  # Ctrl-C during the imports, before `run_script`
-    sys.excepthook = lambda kind, *error: (
-        sys.exit(130) if kind is KeyboardInterrupt else sys.__excepthook__(kind, *error)
-    )
+
+
+def explain_hidden_module() -> str | None:
+    """Return one line that names a file of the user which was imported in the place of an installed package."""
+    folders = [folder for folder in sys.path if folder.endswith(("site-packages", "dist-packages"))]
+    ours = {*sys.stdlib_module_names, "cotrain", "peerstep"}
+    for name, file in [(name, getattr(module, "__file__", None)) for name, module in sys.modules.items()]:
+        spec = None if name in ours or "." in name else PathFinder.find_spec(name, folders)
+        if spec is not None and None not in (spec.origin, file) and spec.origin != file:
+            return f"'{file}' hides the package '{name}': rename it, or take its folder out of PYTHONPATH"
+    return None
+
+
+def _report_early(kind: type[BaseException], *error) -> None:
+    """Report what ends a script during its imports, before `run_script`: Ctrl-C, or a hidden package."""
+    if kind is KeyboardInterrupt:
+        sys.exit(130)
+    if (line := explain_hidden_module()) is not None:
+        sys.exit(f"{Path(sys.argv[0]).name}: error: {line}")
+    sys.__excepthook__(kind, *error)
+
+
+if _is_script:
+    sys.excepthook = _report_early
 if os.isatty(2) and 0 in os.get_terminal_size(2):  # as in `script` or `docker exec -t`: tqdm would draw no bar
     os.environ.setdefault("TQDM_NCOLS", "80")
     os.environ.setdefault("TQDM_NROWS", "24")  # tqdm reads both when it is imported

@@ -13,6 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import TextIO
 
+from cotrain import explain_hidden_module
 from cotrain.common.diagnosis import next_hint
 from peerstep.errors import PeerError
 from peerstep.peer.processes import EXIT_TEMPORARY as TEMPORARY
@@ -50,7 +51,8 @@ class TemporaryError(UserError):
 def require_packages(arguments: Iterable[object]) -> None:
     """Raise UserError if the package of a dashboard or a tunnel that a script's arguments name is not installed."""
     for args, flag in product(arguments, ("report_to", "tunnel")):
-        if (name := getattr(args, flag, "none")) != "none" and find_spec(name) is None:
+        # A folder `wandb`, as offline runs write it, is found too, without an origin.
+        if (name := getattr(args, flag, "none")) != "none" and getattr(find_spec(name), "origin", None) is None:
             # The flag that was passed, which implies the other one
             implying = {"wandb": "wandb_project", "trackio": "space_id"}.get(name, "")
             value = getattr(args, implying, None)
@@ -74,6 +76,8 @@ def describe(error: BaseException) -> str:
         return f"{error.filename}: {error.strerror}"
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # pyarrow's names no file
         return os.strerror(errno.ENOSPC)
+    if (line := explain_hidden_module()) is not None:
+        return line
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
     where = f" in '{frames[-1].filename}', line {frames[-1].lineno}" if frames else ""
     return f"{type(error).__name__}{where}: {first_line(error, limit=None)} (--debug shows where)"

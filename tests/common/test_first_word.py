@@ -89,3 +89,23 @@ def test_an_interrupt_during_the_first_imports_shows_no_traceback(tmp_path):
     )
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 130 and "Traceback" not in stderr, stderr
+
+
+@pytest.mark.parametrize("script", ["run_trainer.py", "run_training_monitor.py", "tokenize_wikitext103.py", "invite.py"])
+@pytest.mark.programs
+def test_a_users_module_hides_none_of_pythons(tmp_path, script):
+    """The scripts ended with a traceback of `tempfile`, urllib3 or `linecache`."""
+    hiding = dict.fromkeys(("random", "queue", "tokenize", "logging", "copy"), "x = 1\n")
+    process = start(script, tmp_path, hiding, "--help")
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0 and "usage: " in stdout and "Traceback" not in stderr, stderr
+
+
+@pytest.mark.parametrize(("name", "args"), [("datasets", ["--sample", "--train_tokenizer"]), ("psutil", ["--help"])])
+@pytest.mark.programs
+def test_a_users_module_that_hides_a_package_is_named(tmp_path, name, args):
+    """Also during the imports before `run_script`, as for psutil."""
+    process = start("tokenize_wikitext103.py", tmp_path, {name: "x = 1\n"}, *args)
+    _, stderr = process.communicate(timeout=120)
+    words = f"error: '{tmp_path / name}.py' hides the package '{name}': rename it, or take its folder out of PYTHONPATH"
+    assert process.returncode == 1 and words in stderr and "Traceback" not in stderr, stderr
