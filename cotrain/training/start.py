@@ -11,6 +11,7 @@ from cotrain.common.alerts import Alerts, announced_end
 from cotrain.common.errors import TemporaryError, UserError, announce_imports, require_packages
 from cotrain.common.run_folder import list_checkpoints, step_of
 from cotrain.common.signals import StopSignal
+from cotrain.data.manifest import Manifest
 from cotrain.options import NOTHING, TrainerOptions
 from cotrain.status.pause import request_pause
 from cotrain.status.status import describe_last_step, recorded_start, show_status
@@ -70,6 +71,8 @@ def require_run(command_line: "CommandLine", args: TrainerOptions) -> None:
             "--initial_peers is missing: pass the address that the monitor or a trainer of the run prints. To "
             "begin a run, prepare its data first with ./tokenize_wikitext103.py, or pass --dataset_url"
         )
+    if not args.collaboration.initial_peers and args.dataset.task is None and args.dataset.dataset_url is None:
+        Manifest.load(args.dataset.dataset_path)  # a folder that is missing or damaged: now, not after slow imports
 
 
 def _exit_if_finished(folder: Path) -> None:

@@ -94,8 +94,8 @@ SHORT = {**TINY_ALBERT, "max_position_embeddings": 16}
         (lambda data, tmp: {"identity_path": write(tmp / "bad.key", "garbage")}, "--identity_path bad.key"),
         (lambda data, tmp: {"output_dir": write(tmp / "file", "")}, "file"),
         # A wrong token was found only after the data had been downloaded, which takes minutes.
-        (lambda data, _: {"tunnel": "ngrok", "dataset_path": "nowhere"}, TOKEN),
-        (lambda data, _: {"script": run_custom_trainer, "tunnel": "ngrok", "dataset_path": "nowhere"}, TOKEN),
+        (lambda data, _: {"tunnel": "ngrok", "model_name_or_path": "gpt3"}, TOKEN),
+        (lambda data, _: {"script": run_custom_trainer, "tunnel": "ngrok", "model_name_or_path": "gpt3"}, TOKEN),
         (lambda data, _: {"script": run_training_monitor, "tunnel": "ngrok"}, TOKEN),
         (lambda data, _: {"script": run_evaluator}, "--initial_peers is missing"),
         (lambda data, _: {"script": run_training_monitor, "tokenizer_path": "nowhere"}, "--tokenizer_path"),
