@@ -15,9 +15,11 @@ from typing import TextIO
 
 from cotrain import explain_hidden_module
 from cotrain.common.diagnosis import next_hint
+from cotrain.common.versions import compare_versions, describe_versions, read_requirements
 from peerstep.errors import PeerError
 from peerstep.peer.processes import EXIT_TEMPORARY as TEMPORARY
 
+INSTALL_ALL = "run pip install -r requirements.txt"
 # Modules that are in requirements-organiser.txt, but not in requirements.txt.
 ORGANISER_MODULES = {"boto3", "trackio", "trl"}
 # Modules that only some flags need -> how to install them
@@ -78,6 +80,9 @@ def describe(error: BaseException) -> str:
         return os.strerror(errno.ENOSPC)
     if (line := explain_hidden_module()) is not None:
         return line
+    others = describe_versions(compare_versions(read_requirements())) if isinstance(error, ImportError) else ""
+    if others:
+        return f"{others}; {INSTALL_ALL} ({first_line(error)})"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
     where = f" in '{frames[-1].filename}', line {frames[-1].lineno}" if frames else ""
     return f"{type(error).__name__}{where}: {first_line(error, limit=None)} (--debug shows where)"
@@ -134,13 +139,20 @@ def _keep_writing(stream: TextIO | None, descriptor: int) -> TextIO:
 
 
 def announce_imports() -> None:
-    """Print once, before PyTorch is imported, that the script loads libraries.
+    """Print once, before PyTorch is imported, that the script loads libraries, and which have untested versions.
 
     They take 5 CPU seconds, a minute beside ten busy processes, and minutes from a cold disk.
     """
     if "torch" not in sys.modules and _first_word.acquire(blocking=False):
         name = Path(sys.argv[0]).name
         print(f"{name}: loading PyTorch and other libraries (seconds; on a busy machine a minute)", file=sys.stderr)
+        others = compare_versions(read_requirements())
+        others.pop("torch", None)  # it may have been chosen for the driver
+        if others:
+            print(
+                f"{name}: warning: {describe_versions(others)}, which were not tested together; {INSTALL_ALL}",
+                file=sys.stderr,
+            )
 
 
 def run_script(main: Callable[[], None]) -> None:

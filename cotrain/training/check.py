@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 from functools import partial
-from importlib.metadata import requires
 from pathlib import Path
 
 from cotrain.common.argument_parser import CommandLine
 from cotrain.common.errors import UserError
 from cotrain.common.signals import StopSignal
+from cotrain.common.versions import read_requirements
 from cotrain.data.own_samples import OwnSamples
 from cotrain.data.sampler import PeerSampler
 from cotrain.dht.run_records import record_schemas
@@ -18,7 +18,6 @@ from cotrain.peer.adoption import find_run_config
 from cotrain.peer.peer import open_peer
 from cotrain.peer.tunnel import open_tunnel
 from cotrain.training.check_machine import (
-    REQUIREMENTS,
     check_folders,
     check_memories,
     check_open_files,
@@ -51,9 +50,7 @@ def check_all(command_line: CommandLine, stop: StopSignal) -> Iterator[Finding]:
     """Yield each finding as soon as it is there."""
     args = TrainerOptions._make((*command_line.arguments, NOTHING))
     initial_peers = args.collaboration.initial_peers
-    is_clone = REQUIREMENTS.exists()
-    pinned = REQUIREMENTS.read_text(encoding="utf-8") if is_clone else "\n".join(requires("cotrain") or ())
-    yield check_versions(pinned)
+    yield check_versions(read_requirements())
     yield check_open_files(raise_file_limit())
     yield attempt("folders", partial(check_folders, Path(args.training.output_dir)))
     yield from map(check_address, filter(find_tcp_endpoint, initial_peers))

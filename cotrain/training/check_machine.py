@@ -2,13 +2,11 @@
 
 import math
 import os
-import re
 import resource
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
@@ -20,6 +18,7 @@ from torch.utils.data import DataLoader
 from cotrain.common.atomic_files import lock_folder
 from cotrain.common.errors import UserError
 from cotrain.common.signals import StopSignal
+from cotrain.common.versions import compare_versions, describe_versions
 from cotrain.data.sampler import PeerSampler
 from cotrain.options import LocalOptions
 from cotrain.training.finding import Finding
@@ -32,9 +31,7 @@ PRECISION_ADVICE = {
     torch.bfloat16: "pass --fp32, or ask the organiser about the model",
     None: "check the data, or ask the organiser about the model",
 }
-REQUIREMENTS = Path(__file__).parents[2] / "requirements.txt"
 MUST_BE_EQUAL = "hivemind"  # peers of other versions may not understand each other; torch may fit the driver
-OPTIONAL = {"wandb"}  # a trainer runs without
 MIN_OPEN_FILES = 4096
 DEVICE_SECONDS = 5.0  # for which micro-batches are computed
 BATCH_SECONDS = 60.0  # for a micro-batch, at most
@@ -49,17 +46,10 @@ COPIES_ON_GPU = 2, 4
 
 def check_versions(requirements: str) -> Finding:
     """Compare the installed packages with the pinned ones, in the text of requirements.txt."""
-    pinned = dict(re.findall(r"^([\w-]+)==([\w.]+)", requirements, re.MULTILINE))
-    found = dict.fromkeys(pinned)
-    for name in pinned:
-        with suppress(PackageNotFoundError):
-            found[name] = version(name).partition("+")[0]
-    left_out = {name for name in OPTIONAL if found.get(name) is None}
-    wrong = [name for name in pinned if found[name] != pinned[name] and name not in left_out]
-    text = ", ".join(f"{name} {found[name]} instead of {pinned[name]}" for name in wrong)
-    is_fault = any(name == MUST_BE_EQUAL or found[name] is None for name in wrong)
+    others = compare_versions(requirements)
+    is_fault = any(name == MUST_BE_EQUAL or found is None for name, (found, _) in others.items())
     advice = "Run pip install -r requirements.txt" if is_fault else ""
-    return Finding("versions", text or "those of requirements.txt", advice)
+    return Finding("versions", describe_versions(others) or "those of requirements.txt", advice)
 
 
 def check_open_files(limit: int) -> Finding:

@@ -49,6 +49,19 @@ def test_script_speaks_before_it_waits_for_libraries(tmp_path, script, args):
     assert re.fullmatch(LINE.format(script=script) + "A library\n", stderr), stderr
 
 
+@pytest.mark.parametrize(("package", "words"), [("scipy", "warning"), ("safetensors", "error")])
+@pytest.mark.programs
+def test_untested_version_of_a_package_is_named(tmp_path, package, words):
+    """Only --check did. transformers refuses some packages itself."""
+    (tmp_path / f"{package}-0.1.dist-info").mkdir()
+    text = f"Name: {package}\nVersion: 0.1\n"
+    (tmp_path / f"{package}-0.1.dist-info" / "METADATA").write_text(text, encoding="utf-8")
+    process = start("run_trainer.py", tmp_path, {"torch": "raise SystemExit\n"}, "--initial_peers", PEER)
+    _, stderr = process.communicate(timeout=120)
+    pattern = rf"run_trainer.py: {words}: {package} 0.1 instead of [\d.]+.*; run pip install -r requirements.txt"
+    assert re.search(pattern, stderr), stderr
+
+
 @pytest.mark.programs
 def test_script_speaks_while_its_flags_take_long(tmp_path):
     """On a busy machine the parser alone takes many seconds."""

@@ -17,10 +17,10 @@ from hivemind.p2p import PeerID
 from arguments import TRAINER_ARGUMENTS, CollaborationArguments, LocalTrainingArguments
 from cotrain.common.argument_parser import ArgumentParser
 from cotrain.common.errors import UserError
+from cotrain.common.versions import read_requirements
 from cotrain.training import check, check_machine, check_run
 from cotrain.training.check_machine import (
     MIN_OPEN_FILES,
-    REQUIREMENTS,
     check_memories,
     check_open_files,
     check_versions,
@@ -39,11 +39,11 @@ ALBERT_LARGE = 17_847_000
 
 
 def test_installed_versions():
-    assert not check_versions(REQUIREMENTS.read_text(encoding="utf-8")).advice
+    assert not check_versions(read_requirements()).advice
     other = check_versions("hivemind==0.9\nnumpy==1.0\n")
     assert re.match(r"FAILED  versions: hivemind [\d.]+ instead of 0.9, numpy .* instead of 1.0. Run pip", other.line)
     assert not check_versions("torch==0.1\n").advice, "it may fit the driver"
-    assert "no-such-package None" in check_versions("no-such-package==1.0\n").line
+    assert "no-such-package is missing" in check_versions("no-such-package==1.0\n").line
     assert check_versions("no-such-package==1.0\n").advice
 
 
