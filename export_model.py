@@ -11,7 +11,7 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-from cotrain.common.flags import Flags, flag
+from cotrain.common.flags import Flags, flag, format_size
 from cotrain.common.run_folder import find_checkpoint
 
 POSITIONAL = {
@@ -45,9 +45,9 @@ def main() -> None:
     warnings.simplefilter("ignore")
     make_parent(out)
     size, free = export_size(checkpoint), shutil.disk_usage(out.parent).free
-    print(f"Writing {checkpoint} to {out}: {size / 1e9:.2f} GB; {free / 1e9:.2f} GB are free on that disk")
+    print(f"Writing {checkpoint} to {out}: {format_size(size)}; {format_size(free)} are free on that disk")
     if size > 0.99 * free:
-        raise UserError(f"OUT: {size / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB are free; choose another disk")
+        raise UserError(f"OUT: {format_size(size)} are needed, {format_size(free)} are free; choose another disk")
     with new_folder(out, "OUT", args.overwrite, replaceable=("config.json",)) as folder:
         is_causal = export(checkpoint, folder, out.resolve().name, args.license, args.ollama)
     name = shlex.quote(str(out.resolve()))

@@ -64,6 +64,7 @@ def invite(args: InvitationArguments) -> None:
     announce_imports()
     from cotrain.admission.invitations import load_identity, make_invitation, save_invitation
     from cotrain.admission.revocations import record_invitation
+    from cotrain.status.status import format_duration
 
     output = Path(args.output)
     if output.exists():
@@ -76,7 +77,7 @@ def invite(args: InvitationArguments) -> None:
     save_invitation(invitation, output)
     if is_new:
         print(f"Created {authority_path}, the key that signs all invitations: keep it secret and back it up")
-    print(f"Invited {args.username} for {args.days:g} days: {output}")
+    print(f"Invited {args.username} for {format_duration(86_400 * args.days)}: {output}")
 
 
 def revoke(args: RevocationArguments) -> None:

@@ -28,7 +28,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
-from cotrain.common.flags import ArgumentsError, Flags, flag, parse_size, require, require_apart
+from cotrain.common.flags import ArgumentsError, Flags, flag, format_size, parse_size, require, require_apart
 from cotrain.common.progress_bar import ProgressBar
 from cotrain.data.manifest import Manifest
 from cotrain.models.objectives import DEFAULT_OBJECTIVE, OBJECTIVES
@@ -179,7 +179,7 @@ def main() -> None:
     print(summarize(prepare(args)) or "No samples: each trainer brings its own")
     for path in (args.output_path, args.tokenizer_path):
         size = sum(file.stat().st_size for file in Path(path).rglob("*") if file.is_file())
-        print(f"{path}: {size / 1e6:,.1f} MB")
+        print(f"{path}: {format_size(size)}")
     if args.archive is not None:
         # With these names trainers find the folders if the archive is unpacked in the project's folder.
         folders = {DATASET: Path(args.output_path), TOKENIZER: Path(args.tokenizer_path)}

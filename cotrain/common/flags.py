@@ -111,6 +111,12 @@ def parse_size(flag: str, value: str) -> int:
     return int(float(match[1]) * 1000 ** " kMGT".index(match[2]))
 
 
+def format_size(size: float) -> str:
+    """Return a number of bytes in the largest unit of which there is one."""
+    unit, length = next((pair for pair in (("GB", 1e9), ("MB", 1e6)) if size >= pair[1]), ("kB", 1e3))
+    return f"{size / length:,.1f} {unit}"
+
+
 def check_hours(flag: str, value: str) -> None:
     """Check that a value is two times of a day such as 22:00-07:00."""
     time_of_day = r"([01]\d|2[0-3]):[0-5]\d"

@@ -12,7 +12,7 @@ from datasets import Dataset
 from cotrain.common.atomic_files import lock_folder
 from cotrain.common.backoff import Backoff
 from cotrain.common.errors import TemporaryError, UserError, describe
-from cotrain.common.flags import parse_size
+from cotrain.common.flags import format_size, parse_size
 from cotrain.data.download import fetch_shard
 from cotrain.data.loading import open_samples
 from cotrain.data.manifest import Manifest
@@ -128,5 +128,5 @@ class ShardCache(PeriodicThread):
     def describe(self) -> str:
         here = self.here.copy()
         used = sum(self.shards[index].unpacked for index in here)
-        text = f"{len(here)} of {len(self.shards)} shards here, {used / 1e9:.2f} GB of at most {self.limit}"
+        text = f"{len(here)} of {len(self.shards)} shards here, {format_size(used)} of at most {self.limit}"
         return text if self.fault is None else f"{text}; no new ones: {describe(self.fault)}"

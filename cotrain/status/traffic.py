@@ -6,6 +6,7 @@ from typing import Any
 
 import psutil
 
+from cotrain.common.flags import format_size
 from cotrain.common.json_file import JsonFile
 
 MINUTE = 60.0  # seconds; a trainer ends with as much traffic left as its busiest minute took
@@ -63,5 +64,5 @@ class TrafficMeter:
     def describe(self) -> str:
         """Return the traffic so far, of an hour, and of the month."""
         hours = (time.monotonic() - self.started_at) / 3600
-        rate = "" if 3600 * hours < LEAST_SECONDS else f", {self.bytes / 1e9 / hours:.2g} GB an hour"
-        return f"{self.bytes / 1e9:.2f} GB{rate}; {self.of_month / 1e9:.2f} GB in this month"
+        rate = "" if 3600 * hours < LEAST_SECONDS else f", {format_size(self.bytes / hours)} an hour"
+        return f"{format_size(self.bytes)}{rate}; {format_size(self.of_month)} in this month"

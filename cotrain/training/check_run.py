@@ -12,6 +12,7 @@ from hivemind.dht.node import DHTNode
 from hivemind.p2p import PeerID
 
 from cotrain.common.errors import UserError
+from cotrain.common.flags import format_size
 from cotrain.options import CollaborationOptions, TrainerOptions
 from cotrain.status.short_steps import advise_target
 from cotrain.training.builders import open_observer
@@ -88,7 +89,7 @@ def check_rounds(dht: DHT, num_parameters: int, args: CollaborationOptions) -> F
     text = f"one of {trainers} trainers with the parameters takes about {times} Mbit/s of upload"
     if (rate := view.samples_per_second) > 0:
         gigabytes = hourly_gigabytes(num_parameters, peers, args, rate / args.target_batch_size)
-        text += f"; about {gigabytes:.2g} GB of traffic an hour at the present speed of the run"
+        text += f"; about {format_size(1e9 * gigabytes)} of traffic an hour at the present speed of the run"
         usual = round_seconds(num_parameters, peers, BITS[args.gradient_compression], uploads[-1])
         share = usual * rate / args.target_batch_size
         text += f"; {advise_target(args.target_batch_size, share)}" if share > SHORT else ""

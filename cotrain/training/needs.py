@@ -8,6 +8,7 @@ import torch
 from hivemind.utils import get_logger
 
 from cotrain.common.batch_size import fit_batch_size
+from cotrain.common.flags import format_size
 from cotrain.data.manifest import Manifest
 from cotrain.models.device import enable_gradient_checkpointing
 from cotrain.models.memory import base_bytes, micro_batch_bytes
@@ -104,7 +105,7 @@ def _fit_batch_size(args: TrainerOptions, device: torch.device) -> int:
     one, two = plan(args, 1), plan(args, 2)
     per_sample = max(1.0, two.micro_batch - one.micro_batch)
     size = fit_batch_size(SAFE * free, replace(one, micro_batch=one.micro_batch - per_sample).on_gpu, per_sample)
-    logger.info(f"{size} samples of {per_sample / 1e9:.2f} GB fit into the {free / 1e9:.1f} GB of free GPU memory")
+    logger.info(f"{size} samples of {format_size(per_sample)} fit into the {format_size(free)} of free GPU memory")
     return size
 
 

@@ -18,7 +18,7 @@ import pytest
 import tokenize_wikitext103
 from arguments import DatasetArguments, ModelArguments
 from cotrain.common.errors import UserError
-from cotrain.common.flags import parse_size
+from cotrain.common.flags import format_size, parse_size
 from cotrain.data import download, sampler, shards
 from cotrain.data.archive import DATASET, TOKENIZER, file_sha256, write_archive
 from cotrain.data.download import fetch_data
@@ -30,6 +30,7 @@ from cotrain.options import NOTHING
 from cotrain.preparation import saving
 from cotrain.preparation.corpus import open_corpus, read_corpus
 from cotrain.preparation.sources import open_dataset
+from invite import InvitationArguments, invite
 from peerstep.peer.threads import PeriodicThread
 from tests.data.test_download import Host
 from tests.support.peers import wait_until
@@ -560,3 +561,15 @@ def test_sizes(value):
     with pytest.raises(UserError, match="--data_cache must be a size such as 256MB"):
         DatasetArguments(data_cache=value)
     assert parse_size("", "1.5GB") == 1_500_000_000 and parse_size("", "256MB") == 256_000_000
+
+
+def test_sizes_and_times_have_no_exponents_and_are_not_zero(tmp_path, capsys):
+    """They were "1.2e+02 GB an hour", "0.00 GB" and "for 1e-05 days"."""
+    assert [format_size(size) for size in (900, 3e5, 1.25e9, 1.2e13)] == [
+        "0.9 kB",
+        "300.0 kB",
+        "1.2 GB",
+        "12,000.0 GB",
+    ]
+    invite(InvitationArguments("alice", str(tmp_path / "a"), authority=str(tmp_path / "key"), days=1e-4))
+    assert "Invited alice for 9 s: " in capsys.readouterr().out

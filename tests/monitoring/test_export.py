@@ -111,7 +111,7 @@ def test_exported_model_stops_where_it_was_taught_to(tmp_path, run, end, agreed,
     assert saved.eos_token_id == agreed and saved.pad_token_id is not None
     code, out, err = run(tmp_path / "out", tmp_path / "model")
     assert code == 0 and "error" not in err and "Warning" not in err, err
-    assert re.search(r"checkpoint-7 to \S+: 0\.\d\d GB; [\d.]+ GB are free", out) and "convert_hf_to_gguf.py" in out
+    assert re.search(r"checkpoint-7 to \S+: [\d.]+ [kM]B; [\d.,]+ GB are free", out) and "convert_hf_to_gguf.py" in out
     exported = tmp_path / "model"
     assert ends(exported) == (END, END, agreed)
     assert not any((exported / name).exists() for name in ("training_state.pt", "collaboration.json", "evil.py"))

@@ -39,11 +39,11 @@ def run(meter: TrafficMeter, world, seconds: int, rate: float) -> None:
 def test_traffic_of_a_month_survives_a_restart(tmp_path, world):
     meter = TrafficMeter(tmp_path)
     run(meter, world, 300, 1e6)
-    assert meter.describe() == "0.30 GB; 0.30 GB in this month"
+    assert meter.describe() == "300.0 MB; 300.0 MB in this month"
     world.sent += 10**12  # while no trainer runs
     meter = TrafficMeter(tmp_path)
     run(meter, world, 1800, 1e6)
-    assert meter.describe() == "1.80 GB, 3.6 GB an hour; 2.10 GB in this month"
+    assert meter.describe() == "1.8 GB, 3.6 GB an hour; 2.1 GB in this month"
     world.sent = 0  # the interface is new, as after a change of the network
     run(meter, world, 5, 0)
     assert meter.bytes == 1.8e9

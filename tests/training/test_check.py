@@ -262,7 +262,7 @@ def test_check_tells_the_traffic_of_an_hour(measure):
     """Seven other trainers of ALBERT-large with 2.5 samples a second each: 15 steps an hour."""
     copies = 2 * 2 * 7 / 8  # sent and received, of a tensor by one of eight
     gigabytes = 7 * 2.5 / 4096 * 3600 * copies * ALBERT_LARGE * (16 + 16 / 8) / 8e9
-    assert f"; about {gigabytes:.2g} GB of traffic an hour at the present speed" in measure()
+    assert f"; about {gigabytes:,.1f} GB of traffic an hour at the present speed" in measure()
     assert "traffic" not in measure(trainers=0)
 
 
