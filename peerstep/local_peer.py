@@ -28,6 +28,7 @@ from peerstep.peer.processes import (
     keep_memory_shared,
     raise_file_limit,
     start_shared_memory_manager,
+    stop_requested,
 )
 from peerstep.peer.redial import BootstrapRedialer, set_run_clock
 from peerstep.reports.records import build_validators
@@ -130,6 +131,8 @@ def supervise(
         yield watchdog
     except Exception as error:
         fault = watchdog.find_fault()
+        if fault is not None and stop_requested.is_set():
+            raise SystemExit(0) from error
         if fault is not None or getattr(error, "retryable", False):
             exit_code = EXIT_TEMPORARY
         if fault is not None and not isinstance(error, PeerError):

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
-from peerstep.peer.processes import STOP_REQUESTS, exit_after, libc
+from peerstep.peer.processes import STOP_REQUESTS, exit_after, libc, stop_requested
 
 # What torchrun, mpirun, accelerate and operators of Kubernetes set. accelerate waits for all ranks if it finds them.
 _LAUNCHERS = re.compile(
@@ -58,6 +58,7 @@ class StopSignal:
         if self._requested:
             self.event.wait(1.0)  # until the thread has announced it
         signal.set_wakeup_fd(self._previous_fd)
+        stop_requested.clear()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
@@ -88,6 +89,7 @@ class StopSignal:
     def _watch(self) -> None:
         first = self._read_signal()
         _say(f"{signal.Signals(first).name}: stopping (send it again to end at once)")
+        stop_requested.set()
         self.event.set()
         exit_after(self.grace, 0, f"Still busy {self.grace:.0f} seconds after the signal")
         second = self._read_signal()

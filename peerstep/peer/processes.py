@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 STOP_REQUESTS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # to stop
+stop_requested = threading.Event()  # set after a signal to stop
 libc = ctypes.CDLL(None, use_errno=True)
 ENOUGH_FILES = 65_536  # open files of a process
 EXIT_TEMPORARY = 75  # EX_TEMPFAIL of sysexits.h: another start may help
@@ -189,6 +190,8 @@ class Watchdog(PeriodicThread):
         dead = [name for name, child in self.children.items() if not child.is_alive()]
         ended = psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE
         dead += ["p2p daemon" for process in self.daemons if _status(process) in ended]
+        if dead and stop_requested.is_set():  # systemd signals all processes of a service at once
+            return f"The signal has also ended the {dead[0]} process: ending at once"
         if dead:
             return f"The {dead[0]} process has died (out of memory?); start again to rejoin"
         silent = [name for name, checks in self._silences.items() if checks >= self.MAX_SILENCE]
@@ -204,8 +207,10 @@ class Watchdog(PeriodicThread):
         if any(_status(process) == psutil.STATUS_STOPPED for process in self.daemons):
             silent.add("p2p daemon")
         self._beats, self._silences = beats, Counter({name: self._silences[name] + 1 for name in silent})
-        if (fault := self.find_fault()) and not self.stopped.is_set():
-            end_process(EXIT_TEMPORARY, fault, logging.ERROR)
+        # After a moment, in which a signal to all processes is noticed here, too.
+        if self.find_fault() and not self.stopped.wait(0.2) and (fault := self.find_fault()):
+            is_asked = stop_requested.is_set()
+            end_process(0 if is_asked else EXIT_TEMPORARY, fault, logging.WARNING if is_asked else logging.ERROR)
 
 
 def _status(process: psutil.Process) -> str:

@@ -77,6 +77,21 @@ def test_death_of_a_child_ends_the_process(ended, caplog):
     assert len(ended) == 1, "it was asked to stop"
 
 
+def test_signal_to_all_processes_is_no_fault(ended, caplog, monkeypatch):
+    """As of systemd: it was "out of memory?", exit code 75, and a hint about GPUs."""
+    child = Child()
+    monkeypatch.setattr("peerstep.local_peer.exit_after", lambda *_: None)
+    monkeypatch.setattr(Watchdog, "start", lambda self: None)
+    processes.stop_requested.set()
+    with pytest.raises(SystemExit) as exit_info, supervise({"DHT": child}, seconds=1.0, exit_code=1) as watchdog:
+        child.lives = False
+        watchdog.work()
+        raise OSError("handle is closed")
+    processes.stop_requested.clear()
+    assert ended == [0] == [exit_info.value.code]
+    assert "The signal has also ended the DHT process: ending at once" in caplog.text and "memory" not in caplog.text
+
+
 def test_hang_ends_the_process(ended, caplog, monkeypatch):
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(processes.time, "monotonic", lambda: clock.now)
