@@ -314,7 +314,8 @@ def build_tokenizer(args: TokenizationArguments, corpus: dict[str, Corpus], fold
         sample = ProgressBar(texts, desc="Training a tokenizer", unit=" documents", delay=1)
         tokenizer = train_tokenizer(sample, args.objective, args.vocab_size, args.max_seq_length)
     else:
-        remedy = "pass another tokenizer, go online, or pass --train_tokenizer to train one"
+        training = "" if args.objective == "chat" else ", or pass --train_tokenizer to train one"
+        remedy = f"pass another tokenizer, or go online{training}"
         tokenizer = load_tokenizer(args.tokenizer, "--tokenizer", remedy, use_hub=True, cache_dir=args.cache_dir)
     if args.objective == "chat":
         if args.chat_template is not None:

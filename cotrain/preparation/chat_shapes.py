@@ -113,8 +113,9 @@ def report_left_out(faults: list[str], total: int, max_left_out: float) -> None:
     """Print how many of `total` rows are left out, and the first three reasons; UserError if these are too many."""
     what = f"{len(faults):,} of {total:,} rows are left out: {'; '.join(faults[:3])}{'; …' * (len(faults) > 3)}"
     if len(faults) > max_left_out * total:
-        share = min(1.0, -(-len(faults) * 100 // total) / 100)
-        raise UserError(f"{what}. Correct them, or pass --max_left_out {share:g} to leave them out")
+        share = -(-len(faults) * 100 // total) / 100
+        remedy = f", or pass --max_left_out {share} to leave them out" if len(faults) < total else ""
+        raise UserError(f"{what}. Correct them{remedy}")
     if faults:
         print(what)
 

@@ -110,7 +110,8 @@ def report_losses(stats: PackingStats, max_seq_length: int, max_left_out: float)
     if (allowed := total // 100) < len(lengths):
         what += f"; --max_seq_length {lengths[allowed]} keeps 99 % whole"
     if lost > max_left_out * total:
-        raise UserError(f"{what}; pass it, or --max_left_out {-(-lost * 100 // total) / 100:g} to allow it")
+        remedy = f", or --max_left_out {-(-lost * 100 // total) / 100} to allow it" if lost < total else ""
+        raise UserError(f"{what}; pass it{remedy}")
     print(what)
 
 

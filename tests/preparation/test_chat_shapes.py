@@ -269,6 +269,25 @@ def test_few_bad_rows_are_left_out_and_many_are_an_error(tmp_path, capsys, bad, 
     prepare(tmp_path, "t.jsonl", text, style=style, max_left_out=0.06)
 
 
+@pytest.mark.parametrize("bad", [BAD[1:], UNLIKE])
+def test_no_share_is_advised_where_all_rows_are_left_out(tmp_path, bad):
+    """The advice was --max_left_out 1, which leaves no sample."""
+    style = "alternating" if bad is UNLIKE else "chatml"
+    with pytest.raises(UserError, match=r"(\d) of \1 rows are left out: .*\. Correct them$"):
+        prepare(tmp_path, "t.jsonl", lines(*bad), style=style)
+
+
+def test_no_share_is_advised_where_all_conversations_are_too_long(tmp_path):
+    with pytest.raises(UserError, match=r"9 are left out; --max_seq_length \d+ keeps 99 % whole; pass it$"):
+        prepare(tmp_path, "t.jsonl", [chat("Hi", "o" * 200)] * 9, max_seq_length=100)
+
+
+def test_an_unknown_tokenizer_is_not_to_be_trained_for_conversations(tmp_path):
+    """--train_tokenizer was advised, which chat refuses."""
+    with pytest.raises(UserError, match=r"--tokenizer: .*pass another tokenizer, or go online$"):
+        prepare(tmp_path, "t.jsonl", GOOD, tokenizer="./nowhere")
+
+
 def test_too_many_long_conversations_name_a_length_that_keeps_99_percent(tmp_path, capsys):
     rows = [chat("Hi", "o" * (20 + number)) for number in range(200)]
     what = r"(\d+) of 200 conversations are longer than --max_seq_length 100: 0 are cut .*, \1 are left out; "
