@@ -26,9 +26,9 @@ def explain_hidden_module() -> str | None:
     """Return one line that names a file of the user which was imported in the place of an installed package."""
     folders = [folder for folder in sys.path if folder.endswith(("site-packages", "dist-packages"))]
     ours = {*sys.stdlib_module_names, "cotrain", "peerstep"}
-    for name, file in [(name, getattr(module, "__file__", None)) for name, module in sys.modules.items()]:
-        spec = None if name in ours or "." in name else PathFinder.find_spec(name, folders)
-        if spec is not None and None not in (spec.origin, file) and spec.origin != file:
+    for name in [name for name in sys.modules if "." not in name and name not in ours]:
+        file, spec = getattr(sys.modules[name], "__file__", None), PathFinder.find_spec(name, folders)
+        if file and spec is not None and spec.origin not in (None, file):
             return f"'{file}' hides the package '{name}': rename it, or take its folder out of PYTHONPATH"
     return None
 

@@ -15,7 +15,7 @@ from typing import TextIO
 
 from cotrain import explain_hidden_module
 from cotrain.common.diagnosis import next_hint
-from cotrain.common.versions import compare_versions, describe_versions, read_requirements
+from cotrain.common.versions import compare_versions, read_requirements
 from peerstep.errors import PeerError
 from peerstep.peer.processes import EXIT_TEMPORARY as TEMPORARY
 
@@ -80,9 +80,8 @@ def describe(error: BaseException) -> str:
         return os.strerror(errno.ENOSPC)
     if (line := explain_hidden_module()) is not None:
         return line
-    others = describe_versions(compare_versions(read_requirements())) if isinstance(error, ImportError) else ""
-    if others:
-        return f"{others}; {INSTALL_ALL} ({first_line(error)})"
+    if isinstance(error, ImportError) and (others := compare_versions(read_requirements())):
+        return f"{', '.join(others.values())}; {INSTALL_ALL} ({first_line(error)})"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
     where = f" in '{frames[-1].filename}', line {frames[-1].lineno}" if frames else ""
     return f"{type(error).__name__}{where}: {first_line(error, limit=None)} (--debug shows where)"
@@ -148,11 +147,8 @@ def announce_imports() -> None:
         print(f"{name}: loading PyTorch and other libraries (seconds; on a busy machine a minute)", file=sys.stderr)
         others = compare_versions(read_requirements())
         others.pop("torch", None)  # it may have been chosen for the driver
-        if others:
-            print(
-                f"{name}: warning: {describe_versions(others)}, which were not tested together; {INSTALL_ALL}",
-                file=sys.stderr,
-            )
+        if text := ", ".join(others.values()):
+            print(f"{name}: warning: {text}, which were not tested together; {INSTALL_ALL}", file=sys.stderr)
 
 
 def run_script(main: Callable[[], None]) -> None:

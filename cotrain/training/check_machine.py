@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from cotrain.common.atomic_files import lock_folder
 from cotrain.common.errors import UserError
 from cotrain.common.signals import StopSignal
-from cotrain.common.versions import compare_versions, describe_versions
+from cotrain.common.versions import MISSING, compare_versions
 from cotrain.data.sampler import PeerSampler
 from cotrain.options import LocalOptions
 from cotrain.training.finding import Finding
@@ -47,9 +47,9 @@ COPIES_ON_GPU = 2, 4
 def check_versions(requirements: str) -> Finding:
     """Compare the installed packages with the pinned ones, in the text of requirements.txt."""
     others = compare_versions(requirements)
-    is_fault = any(name == MUST_BE_EQUAL or found is None for name, (found, _) in others.items())
-    advice = "Run pip install -r requirements.txt" if is_fault else ""
-    return Finding("versions", describe_versions(others) or "those of requirements.txt", advice)
+    text = ", ".join(others.values())
+    advice = "Run pip install -r requirements.txt" if MUST_BE_EQUAL in others or MISSING in text else ""
+    return Finding("versions", text or "those of requirements.txt", advice)
 
 
 def check_open_files(limit: int) -> Finding:

@@ -43,7 +43,7 @@ def test_installed_versions():
     other = check_versions("hivemind==0.9\nnumpy==1.0\n")
     assert re.match(r"FAILED  versions: hivemind [\d.]+ instead of 0.9, numpy .* instead of 1.0. Run pip", other.line)
     assert not check_versions("torch==0.1\n").advice, "it may fit the driver"
-    assert "no-such-package is missing" in check_versions("no-such-package==1.0\n").line
+    assert "no-such-package (missing)" in check_versions("no-such-package==1.0\n").line
     assert check_versions("no-such-package==1.0\n").advice
 
 
