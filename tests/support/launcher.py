@@ -184,7 +184,8 @@ def run_forked(command: list[str]) -> None:
 
     MPFuture.reset_backend()  # all scripts would share its locks
     clock._offset = RawValue("d", 0.0)  # and the correction of their clocks
-    sys.argv, sys.path[0] = command, str(Path(command[0]).parent)
+    sys.argv = command
+    sys.path.insert(0, str(Path(command[0]).parent))
     runpy.run_path(command[0], run_name="__main__")
 
 
