@@ -9,9 +9,12 @@ import hashlib
 import json
 import logging
 import re
+import sys
 import time
 from pathlib import Path
 from urllib.parse import quote
+
+from safetensors import SafetensorError, safe_open
 
 from cotrain.common.errors import UserError
 from cotrain.common.json_file import write_json
@@ -74,12 +77,37 @@ def find_checkpoint(folder: Path) -> Path:
 
     :raises UserError: if there is none
     """
+    if not folder.is_dir():
+        raise UserError(f"CHECKPOINT: there is no folder '{folder}'; {CHECKPOINT_REMEDY}")
+    faults = []  # of the folder and its newest checkpoints
     for path in (folder, *list_checkpoints(folder)):
-        has_files = any((path / name).is_file() for name in ("config.json", ADAPTERS))
-        if has_files and (path / "tokenizer_config.json").is_file() and any(path.glob("*model.safetensors*")):
+        if (fault := _find_fault(path)) is None:
+            if faults[1:]:
+                print(f"warning: {faults[1]}: taking the older '{path}'", file=sys.stderr)
             return path
-    fault = f"there is no complete checkpoint in '{folder}'" if folder.is_dir() else f"there is no folder '{folder}'"
-    raise UserError(f"CHECKPOINT: {fault}; {CHECKPOINT_REMEDY}")
+        faults.append(fault)
+    raise UserError(f"CHECKPOINT: {faults[:2][-1]}; {CHECKPOINT_REMEDY}")
+
+
+def _find_fault(folder: Path) -> str | None:
+    """Return what is missing or damaged in the folder of a model; None if nothing is."""
+    path = folder
+    try:
+        has_config = any((folder / name).is_file() for name in ("config.json", ADAPTERS))
+        has_tokenizer = (folder / "tokenizer_config.json").is_file()
+        if not (has_config and has_tokenizer and any(folder.glob("*model.safetensors*"))):
+            return f"there is no complete checkpoint in '{folder}'"
+        for path in folder.iterdir():
+            if path.suffix == ".json":
+                json.loads(path.read_bytes())
+            elif path.suffix == ".safetensors":
+                path.open().close()  # safetensors would say that a file without permission is not there
+                safe_open(path, framework="np")  # compares the size with the list of tensors
+    except OSError as error:
+        return f"'{path}' cannot be read ({error.strerror or error})"
+    except (ValueError, SafetensorError):
+        return f"'{path}' is damaged or incomplete"
+    return None
 
 
 def _folder_name(run_id: str) -> str:

@@ -263,7 +263,7 @@ class TrainingMonitor:
         self._show_leaderboard(self.contributors.step, interval=1)
         step, saved = self.aggregator.last_reported_step, -1 if self.keeper is None else self.keeper.saved_step
         newest = f"at step #{step}" if step >= 0 else "before the first step"
-        checkpoint = f"; the newest checkpoint is checkpoint-{saved}" if saved >= 0 else "; there is no checkpoint"
+        checkpoint = f"; the newest checkpoint is checkpoint-{saved}" if saved >= 0 else "; it has no whole checkpoint"
         logger.info(f"The monitor has stopped {newest}{checkpoint if self.keeper is not None else ''}")
 
     def _report(self, reports: list[StepReport], shares: dict[str, float]) -> None:

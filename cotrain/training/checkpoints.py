@@ -18,6 +18,7 @@ from hivemind.utils import get_logger
 from safetensors.torch import save_model
 
 from cotrain.common.atomic_files import new_folder
+from cotrain.common.errors import describe
 from cotrain.common.run_folder import list_checkpoints, step_of
 from cotrain.task import Task
 from peerstep.state.averager import TrainingStateAverager
@@ -47,6 +48,8 @@ def load_training_state(path: Path, run_id: str) -> SavedState:
     """Load a training state to the CPU; ValueError if the file is damaged, no training state, or of another run."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise ValueError(describe(error)) from None
     except Exception as error:
         logger.debug(f"{path} cannot be read: {error!r}")
         raise ValueError(f"{path} is damaged or incomplete; copy it again, or remove its folder") from None

@@ -11,6 +11,7 @@ import pytest
 from tests.support.peers import ROOT
 
 PEER = "/ip4/127.0.0.1/tcp/9/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+MODEL = {"config.json": b"{}", "tokenizer_config.json": b"{}", "model.safetensors": b"\2" + bytes(7) + b"{}"}
 DATA = ["--tokenizer_path", ".", "--dataset_path", "nowhere"]
 LINE = r"{script}: loading PyTorch and other libraries .*\n"
 
@@ -41,8 +42,8 @@ def start(script: str, folder: Path, modules: dict[str, str], *args: str) -> sub
 @pytest.mark.programs
 def test_script_speaks_before_it_waits_for_libraries(tmp_path, script, args):
     (tmp_path / "model").mkdir()
-    for name in ("config.json", "tokenizer_config.json", "model.safetensors"):
-        (tmp_path / "model" / name).touch()
+    for name, text in MODEL.items():
+        (tmp_path / "model" / name).write_bytes(text)
     stop = "import os; os.write(2, b'A library\\n'); os._exit(3)\n"
     process = start(script, tmp_path, dict.fromkeys(("torch", "hivemind", "datasets"), stop), *args)
     _, stderr = process.communicate(timeout=120)

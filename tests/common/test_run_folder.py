@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from cotrain.common.run_folder import claim_folder, find_run
+from cotrain.common.errors import UserError
+from cotrain.common.run_folder import claim_folder, find_checkpoint, find_run
 
 
 def write(folder: Path, run_id: str, *steps: int) -> None:
@@ -107,3 +108,49 @@ def test_trainer_that_starts_hides_no_run(tmp_path):
     write(tmp_path, "first", 20)
     (tmp_path / "status.json").write_text('{"run_id": ""}', encoding="utf-8")
     assert find_run(tmp_path) == "first"
+
+
+# The least files that open: a name, and its content
+MODEL = {"config.json": b"{}", "tokenizer_config.json": b"{}", "model.safetensors": b"\2" + bytes(7) + b"{}"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("model.safetensors", b"", "model.safetensors' is damaged or incomplete"),
+        ("model.safetensors", b"\2" + bytes(6), "model.safetensors' is damaged or incomplete"),
+        ("config.json", b"", "config.json' is damaged or incomplete"),
+        ("tokenizer_config.json", b"{", "tokenizer_config.json' is damaged or incomplete"),
+        ("config.json", None, "there is no complete checkpoint in "),
+        (
+            "model.safetensors",
+            PermissionError(13, "Permission denied"),
+            "model.safetensors' cannot be read (Permission",
+        ),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_an_older_one_taken(folder, capsys, monkeypatch, name, content, words):
+    """generate.py and export_model.py ended with safetensors' words about the newest one."""
+    for path, file in ((step, file) for step in ("checkpoint-8", "checkpoint-9") for file in MODEL):
+        (folder / path).mkdir(parents=True, exist_ok=True)
+        (folder / path / file).write_bytes(MODEL[file])
+    assert find_checkpoint(folder) == folder / "checkpoint-9" and capsys.readouterr().err == ""
+    damaged, opened = folder / "checkpoint-9" / name, Path.open
+
+    def open_file(path: Path, *args, **kwargs):
+        if path == damaged:
+            raise content
+        return opened(path, *args, **kwargs)
+
+    if content is None:
+        damaged.unlink()
+    elif isinstance(content, bytes):
+        damaged.write_bytes(content)
+    else:
+        monkeypatch.setattr(Path, "open", open_file)
+    assert find_checkpoint(folder) == folder / "checkpoint-8"
+    error = capsys.readouterr().err
+    assert words in error and str(damaged.parent) in error and f"taking the older '{folder / 'checkpoint-8'}'" in error
+    (folder / "checkpoint-8" / "config.json").write_bytes(b"")
+    with pytest.raises(UserError, match="^CHECKPOINT: .*checkpoint-9.*; pass a folder with config.json"):
+        find_checkpoint(folder)

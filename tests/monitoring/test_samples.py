@@ -236,8 +236,8 @@ TOKENIZER_CODE = {"tokenizer_class": "T", "auto_map": {"AutoTokenizer": ["evil.T
     [
         ("config.json", None, "no complete checkpoint"),
         ("model.safetensors", None, "no complete checkpoint"),  # pickled weights are none
-        ("config.json", b"{", "no model configuration"),
-        ("model.safetensors", b"x" * 100, "weights of"),
+        ("config.json", b"{", "config.json' is damaged or incomplete"),
+        ("model.safetensors", b"x" * 100, "model.safetensors' is damaged or incomplete"),
         ("config.json", {"vocab_size": 99}, "weights of"),
         ("config.json", {"model_type": "bert"}, "lacks weights"),
         ("config.json", {"model_type": "t5"}, "is a t5 model"),

@@ -172,6 +172,9 @@ def test_file_with_code_in_it_is_not_run(tmp_path):
             return (os.system, (f"touch {tmp_path}/harm",))
 
     torch.save({"format": 2, "run_id": "run", "metadata": Evil(), "tensors": []}, tmp_path / "state.pt")
+    (tmp_path / "folder").mkdir()  # an error of the system, as for a file without permission
+    with pytest.raises(ValueError, match="folder: Is a directory"):
+        checkpoints.load_training_state(tmp_path / "folder", "run")
     with pytest.raises(ValueError, match="damaged or incomplete"):
         checkpoints.load_training_state(tmp_path / "state.pt", "run")
     assert not (tmp_path / "harm").exists()
