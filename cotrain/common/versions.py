@@ -10,12 +10,9 @@ MISSING = "(missing)"
 
 
 def read_requirements() -> str:
-    """Return the text of requirements.txt, without a clone what the package requires."""
-    if REQUIREMENTS.exists():
-        return REQUIREMENTS.read_text(encoding="utf-8")
-    with suppress(PackageNotFoundError):  # some files of a clone
-        return "\n".join(requires("cotrain") or ())
-    return ""
+    """Return the text of requirements.txt, without a clone what the installed package requires."""
+    is_clone = REQUIREMENTS.exists()
+    return REQUIREMENTS.read_text(encoding="utf-8") if is_clone else "\n".join(requires("cotrain") or ())
 
 
 def compare_versions(requirements: str) -> dict[str, str]:

@@ -22,6 +22,7 @@ from urllib3.util import Retry
 
 from cotrain.common.atomic_files import check_target, make_parent, new_file, new_folder
 from cotrain.common.errors import TemporaryError, UserError, first_line
+from cotrain.common.flags import format_size
 from cotrain.common.hosts import MAX_DOWNLOAD_BYTES, GuardedAdapter
 from cotrain.common.progress_bar import ProgressBar
 from cotrain.common.stand_ins import find_stand_in
@@ -344,8 +345,8 @@ class _Transfer:
         """Write the body of a response to the file, after its first `start` bytes."""
         missing = body.length_remaining
         size = None if missing is None else start + missing
-        verb = f"Resuming at {start / 1e6:,.1f} MB:" if start else "Downloading"
-        logger.info(f"{verb} {self.address}{'' if size is None else f', {size / 1e6:,.1f} MB'}")
+        verb = f"Resuming at {format_size(start)}:" if start else "Downloading"
+        logger.info(f"{verb} {self.address}{'' if size is None else f', {format_size(size)}'}")
         check_space(self.path.parent, (missing or 0) if self.look_for_head is None else 0)
         options = {"initial": start, "total": size, "unit": "B", "unit_scale": True, "disable": self.disable_tqdm}
         with (

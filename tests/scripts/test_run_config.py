@@ -52,7 +52,7 @@ def test_volunteers_take_all_settings_from_the_run(scripts, dataset_url, tmp_pat
     monitor_address = monitor.address
     alice = volunteer("alice", monitor_address)
     alice.wait_for(r"Joining run tree of organiser Qm\w+\n")
-    alice.wait_for(rf"Downloading {dataset_url}, [\d.]+ MB")
+    alice.wait_for(rf"Downloading {dataset_url}, [\d.]+ [kM]B")
     alice.wait_for("Curves of the run: https://example.org/curves\n")
     alice.wait_for(r"\bStep #2\b")
     checked = volunteer("finn", alice.address, "--check")
@@ -103,7 +103,7 @@ def test_a_second_monitor_needs_the_address_alone(scripts, dataset_url):
     second = start_monitor("second", first_address, "--host_maddrs", port)
     organiser = first_address.split("/")[-1]
     second.wait_for(rf"Joining run tree of organiser {organiser}\n")
-    second.wait_for(rf"Downloading {dataset_url}, [\d.]+ MB")
+    second.wait_for(rf"Downloading {dataset_url}, [\d.]+ [kM]B")
     alice = volunteer("alice", second.address)
     alice.wait_for(rf"Joining run tree of organiser {organiser}, vouched for by {second.address.split('/')[-1]}\n")
     alice.wait_for("Curves of the run: https://example.org/curves\n")
