@@ -152,7 +152,7 @@ def load_identity(path: Path) -> RSAPrivateKey:
     """
     if not path.exists():
         write_private_key(RSAPrivateKey(), path)
-    content = path.read_bytes()
+    content = path.read_bytes() if path.is_file() else b""
     try:
         return to_private_key(crypto_pb2.PrivateKey.FromString(content).data)
     except Exception:  # protobuf and cryptography raise various exceptions

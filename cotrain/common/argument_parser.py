@@ -108,15 +108,15 @@ def read_settings(path: str) -> Iterator[tuple[str, list[str] | str]]:
     """
     try:
         root = yaml.compose(Path(path).read_bytes(), Loader=yaml.BaseLoader)
-    except FileNotFoundError:
-        raise ArgumentsError("the file does not exist") from None
+    except OSError as error:
+        raise ArgumentsError(f"the file cannot be read ({error.strerror})") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         remedy = "write lines such as 'run_id: my-albert', without tabs"
         what = ": ".join(filter(None, (error.context, error.problem)))
         raise ArgumentsError(f"the file is not YAML: {where}{what}; {remedy}") from None
-    except (OSError, yaml.YAMLError, RecursionError) as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise ArgumentsError(f"the file is not YAML: {error}") from None
     require(isinstance(root, yaml.MappingNode), "the file must have lines such as 'run_id: my-albert'")
     for key, value in root.value:

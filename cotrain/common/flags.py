@@ -2,6 +2,7 @@
 
 import ipaddress
 import operator
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -85,6 +86,9 @@ class Flags:
                 limit = getattr(self, bound) if isinstance(bound, str) else bound
                 what = f"{name.replace('_', ' ')} {limit if limit is bound else f'--{bound} {limit}'}"
                 require(_BOUNDS[name](value, limit), f"--{option.name} must be {what}, got {value}")
+        folder = Path(getattr(self, "output_dir", "."))
+        file = next(filter(os.path.isfile, (folder, *folder.parents)), None)
+        require(file is None, f"--output_dir: '{file}' is a file; choose another folder")
 
 
 def find_settings(dataclass_types: Sequence[type], *, optional_only: bool = False) -> frozenset[str]:

@@ -82,6 +82,21 @@ def test_script_speaks_while_its_flags_take_long(tmp_path):
         ("run_training_monitor.py", ["--invitation", "nowhere"], "--invitation: there is no file 'nowhere'; pass "),
         ("run_trainer.py", ["--model_name_or_path", "./nowhere"], "there is no file or folder './nowhere'; pass "),
         ("run_trainer.py", ["--tokenizer_path", "nowhere"], "--tokenizer_path: there is no folder 'nowhere'; run "),
+        (
+            "run_trainer.py",
+            ["--output_dir", "torch.py/out"],
+            "--output_dir: 'torch.py' is a file; choose another folder",
+        ),
+        (
+            "run_training_monitor.py",
+            ["--output_dir", "torch.py"],
+            "--output_dir: 'torch.py' is a file; choose another ",
+        ),
+        (
+            "run_evaluator.py",
+            ["--output_dir", "torch.py"],
+            "--output_dir: 'torch.py' is a file; choose another folder",
+        ),
         ("run_trainer.py", DATA, "--dataset_path: there is no folder 'nowhere'; create the data with "),
         ("run_custom_trainer.py", DATA, "--dataset_path: there is no folder 'nowhere'; create the data with "),
         ("run_custom_trainer.py", ["--tokenizer_path", "nowhere"], "--tokenizer_path: there is no folder 'nowhere'"),

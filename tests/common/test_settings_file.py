@@ -124,11 +124,17 @@ def test_what_is_no_setting_is_refused_in_one_line(parse, capsys, content, culpr
 @pytest.mark.parametrize(
     ("words", "fault"),
     [
-        (["--run_config", "no/such.yaml"], "with --run_config 'no/such.yaml': the file does not exist"),
-        (["--run_config", "."], "with --run_config '.': the file is not YAML: [Errno 21] Is a directory"),
+        (
+            ["--run_config", "no/such.yaml"],
+            "with --run_config 'no/such.yaml': the file cannot be read (No such",
+        ),
         (["--run_config", "a.yaml", "--run_config", "b.yaml"], "--run_config takes one file"),
         (["--run_id", "a", "--run_config"], "argument --run_config/--run-config: expected one argument"),
-        (["--run_config", "--debug"], "with --run_config '--debug': the file does not exist"),
+        (["--run_config", "."], "with --run_config '.': the file cannot be read (Is a directory)"),
+        (
+            ["--run_config", "--debug"],
+            "with --run_config '--debug': the file cannot be read (No such",
+        ),
     ],
 )
 def test_file_that_cannot_be_read(words, fault, capsys):
