@@ -319,7 +319,7 @@ def build_tokenizer(args: TokenizationArguments, corpus: dict[str, Corpus], fold
         tokenizer = load_tokenizer(args.tokenizer, "--tokenizer", remedy, use_hub=True, cache_dir=args.cache_dir)
     if args.objective == "chat":
         if args.chat_template is not None:
-            tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
+            tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8-sig")
         set_end_of_turn(tokenizer)
         groups = (group.read() for part in corpus.get("train", ()) for group in part.divide(GROUP_CHARS))
         drop_reasoning(tokenizer, itertools.chain.from_iterable(groups))

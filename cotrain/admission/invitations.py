@@ -102,7 +102,7 @@ def save_invitation(invitation: Invitation, path: Path) -> None:
 def load_invitation(path: Path) -> Invitation:
     """Read an invitation; raise UserError if it is missing, not valid, or has expired."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
         invitation = Invitation(
             RSAPublicKey.from_bytes(content["authority"].encode()),
             local_peer.to_private_key(base64.b64decode(content["private_key"])),

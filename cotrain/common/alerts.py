@@ -25,7 +25,7 @@ def read_webhook(file: str | None) -> str | None:
     if file is None:
         return None
     require(Path(file).is_file(), f"--webhook_file: there is no file '{file}'; write the address of the webhook to it")
-    address = Path(file).read_text(encoding="utf-8", errors="replace").strip()
+    address = Path(file).read_text(encoding="utf-8-sig", errors="replace").strip()
     is_valid = re.fullmatch(r"https?://[^\s/@]+(/\S*)?", address) is not None
     example = "an address such as https://hooks.slack.com/services/…"
     require(is_valid, f"--webhook_file: '{file}' must have one line, {example}")

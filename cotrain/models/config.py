@@ -77,7 +77,7 @@ def read_fields(
     file = built_in if not is_inline(name) and built_in.is_file() else Path(name)
     try:
         if is_inline(name) or file.is_file():
-            text = name if is_inline(name) else file.read_text(encoding="utf-8")
+            text = name if is_inline(name) else file.read_text(encoding="utf-8-sig")
             fields = PretrainedConfig._decode_special_floats(json.loads(text))  # noqa: SLF001  no public name
         else:
             fields, _ = PretrainedConfig.get_config_dict(name, **hub_options)

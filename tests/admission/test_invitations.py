@@ -87,6 +87,10 @@ def test_files_that_are_no_invitation(tmp_path, authority):
         with pytest.raises(UserError, match="not an invitation"):
             load_invitation(path)
     invite(authority, path)
+    content, own = path.read_bytes(), load_invitation(path).peer_id
+    path.write_bytes(b"\xef\xbb\xbf" + content)  # as an editor of Windows saves it
+    assert load_invitation(path).peer_id == own
+    path.write_bytes(content)
     other = json.loads((tmp_path / "guest.invitation").read_text(encoding="utf-8"))
     invite(authority, path)
     path.write_text(

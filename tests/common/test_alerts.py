@@ -13,7 +13,7 @@ import pytest
 
 from arguments import CollaborationArguments
 from cotrain.common import alerts as alerts_module
-from cotrain.common.alerts import Alerts, announced_end
+from cotrain.common.alerts import Alerts, announced_end, read_webhook
 from cotrain.common.errors import TemporaryError, UserError
 from cotrain.common.flags import ArgumentsError
 
@@ -127,5 +127,7 @@ def test_wrong_file_is_refused_without_its_content(tmp_path, content):
     with pytest.raises(ArgumentsError, match="--webhook_file: .* must have one line") as error:
         CollaborationArguments(run_id="run", webhook_file=str(tmp_path / "webhook"))
     assert "T0KEN" not in str(error.value)
+    (tmp_path / "webhook").write_bytes(b"\xef\xbb\xbfhttps://hooks.slack.com/services/x\r\n")  # an editor of Windows
+    assert read_webhook(str(tmp_path / "webhook")) == "https://hooks.slack.com/services/x"
     with pytest.raises(ArgumentsError, match="--webhook_file: there is no file"):
         CollaborationArguments(run_id="run", webhook_file=str(tmp_path / "none"))

@@ -116,3 +116,10 @@ def test_built_in_models_have_their_published_size(name, parameters):
     config = read_config(name)
     with torch.device("meta"):
         assert get_model_class(config)(config).num_parameters() == parameters
+
+
+def test_a_configuration_that_an_editor_of_windows_saved(tmp_path):
+    """With a byte-order mark and its line ends; "Unexpected UTF-8 BOM" was said."""
+    path = tmp_path / "config.json"
+    path.write_bytes(b'\xef\xbb\xbf{"model_type": "modernbert",\r\n"num_hidden_layers": 4}\r\n')
+    assert read_config(str(path)).num_hidden_layers == 4
