@@ -62,7 +62,7 @@ def test_run_on_shards(scripts, host, tmp_path):
 
     shards = Manifest.load(folder / "alice/data").shards
     data = wait_until(lambda: json.loads((folder / "alice/status.json").read_text(encoding="utf-8"))["data"], 60, "it")
-    assert re.search(rf"of pass 1; \d of {len(shards)} shards here, [\d.]+ kB of at most {CACHE}; ", data)
+    assert re.search(rf"of pass 1; \d of {len(shards)} shards here, [\d.]+ [kM]B of at most {CACHE}; ", data)
 
     evaluator = start("run_evaluator.py", "evaluator", *joining, "--evaluation_interval", 1, "--refresh_period", 1)
     wait_until(lambda: read_jsonl(folder / "evaluator/evaluations.jsonl"), 120, "an evaluation")
