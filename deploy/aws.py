@@ -137,7 +137,7 @@ class Deployment:
         """Remove all resources, also the checkpoints and the address."""
         print("Removing the stack: this takes some minutes")
         self.stacks.delete_stack(StackName=self.settings.name)
-        self._wait("stack_delete_complete", self.settings.name)
+        self.wait_for("stack_delete_complete", self.settings.name)
         print(f"Removed all resources of '{self.settings.name}'")
 
     def _deploy(self) -> None:
@@ -152,17 +152,17 @@ class Deployment:
         try:
             reply = self.stacks.create_stack(**stack, OnFailure="DELETE")
             print("Starting the coordinator: it installs the project, which takes about ten minutes")
-            self._wait("stack_create_complete", reply["StackId"])
+            self.wait_for("stack_create_complete", reply["StackId"])
         except self.stacks.exceptions.AlreadyExistsException:
-            self._wait("stack_create_complete", self.settings.name)  # which an interrupted cell may have begun
+            self.wait_for("stack_create_complete", self.settings.name)  # which an interrupted cell may have begun
             try:
                 reply = self.stacks.update_stack(**stack)
-                self._wait("stack_update_complete", reply["StackId"])
+                self.wait_for("stack_update_complete", reply["StackId"])
             except ClientError as error:
                 if "No updates are to be performed" not in str(error):
                     raise
 
-    def _wait(self, what: str, stack: str) -> None:
+    def wait_for(self, what: str, stack: str) -> None:
         """Wait until AWS has changed the stack; raise UserError with the reason if it could not."""
         try:
             self.stacks.get_waiter(what).wait(StackName=stack, WaiterConfig={"Delay": 5, "MaxAttempts": 480})

@@ -49,44 +49,44 @@ class Admission:
         self.invitation = invitation
         self.revocations = RevocationStore(invitation.authority, revocations)
         # Of peers that have shown a valid token, so bounded by the number of invitations:
-        self._admitted: dict[PeerID, float] = {}  # end of the invitation (time.time)
+        self.admitted: dict[PeerID, float] = {}  # end of the invitation (time.time)
         self.usernames: dict[PeerID, str] = {}  # names of the invitations
         self._ask_at: dict[PeerID, float] = {}  # when to ask again (time.monotonic)
-        self._paused: dict[PeerID, tuple[float, str]] = {}  # end (time.monotonic), and the reason
-        self._questions: dict[PeerID, asyncio.Task] = {}
+        self.paused: dict[PeerID, tuple[float, str]] = {}  # end (time.monotonic), and the reason
+        self.questions: dict[PeerID, asyncio.Task] = {}
         self._is_dht_process = False
 
     async def serve(self, p2p: P2P) -> None:
         """Answer peers that request this peer's token. The DHT process does so for all processes of the peer."""
         self._is_dht_process = self.revocations.writes = True
         self.revocations.refresh()
-        await p2p._client.add_unary_handler(self.HANDSHAKE, self._answer)
+        await p2p._client.add_unary_handler(self.HANDSHAKE, self.answer)
 
     async def check(self, p2p: P2P, peer_id: PeerID, is_callee: bool) -> None:
         """Raise NotAdmittedError if a caller or (`is_callee`) a peer about to be called has no valid invitation."""
-        if time.time() >= self._admitted.get(peer_id, 0.0):
-            until, reason = self._paused.get(peer_id, (float("-inf"), None))
+        if time.time() >= self.admitted.get(peer_id, 0.0):
+            until, reason = self.paused.get(peer_id, (float("-inf"), None))
             if is_callee or time.monotonic() >= until:
-                reason = await asyncio.shield(self._ask(p2p, peer_id))
+                reason = await asyncio.shield(self.ask(p2p, peer_id))
             if reason is not None:
                 raise NotAdmittedError(reason)
         # A peer that has only asked this one may have a newer revocation list.
         elif self._is_dht_process and time.monotonic() > self._ask_at.get(peer_id, 0.0):
-            self._ask(p2p, peer_id)
+            self.ask(p2p, peer_id)
         self.revocations.refresh()
         if peer_id in self.revocations.newest:
             raise NotAdmittedError(f"the invitation of {peer_id} is revoked")
 
-    def _ask(self, p2p: P2P, peer_id: PeerID) -> asyncio.Task:
+    def ask(self, p2p: P2P, peer_id: PeerID) -> asyncio.Task:
         """Exchange tokens with a peer, at most once at a time. The task returns a reason not to admit it, or None."""
-        if peer_id not in self._questions:
-            if peer_id in self._admitted:
+        if peer_id not in self.questions:
+            if peer_id in self.admitted:
                 self._ask_at[peer_id] = time.monotonic() + self.REFRESH_PERIOD
-            task = self._questions[peer_id] = asyncio.create_task(self._exchange(p2p, peer_id))
-            task.add_done_callback(lambda _: self._questions.pop(peer_id))
-        return self._questions[peer_id]
+            task = self.questions[peer_id] = asyncio.create_task(self.exchange(p2p, peer_id))
+            task.add_done_callback(lambda _: self.questions.pop(peer_id))
+        return self.questions[peer_id]
 
-    async def _exchange(self, p2p: P2P, peer_id: PeerID) -> str | None:
+    async def exchange(self, p2p: P2P, peer_id: PeerID) -> str | None:
         request = MSGPackSerializer.dumps([self.invitation.token.SerializeToString(), self.revocations.newest.serial])
         try:
             call = p2p._client.call_unary_handler(peer_id, self.HANDSHAKE, request)
@@ -94,7 +94,7 @@ class Admission:
             if revocations:
                 with suppress(InvitationError):  # an invited peer may send an invalid list
                     self.revocations.adopt(revocations)
-            self._admit(token, peer_id)
+            self.admit(token, peer_id)
             self._ask_at[peer_id] = time.monotonic() + self.REFRESH_PERIOD
         except Exception as error:
             reason = f"{peer_id} did not present a valid invitation: {error!r}"
@@ -103,7 +103,7 @@ class Admission:
             return reason
         return None
 
-    async def _answer(self, request: bytes, peer_id: PeerID) -> bytes:
+    async def answer(self, request: bytes, peer_id: PeerID) -> bytes:
         """Answer a peer that shows its token and requests this peer's token."""
         if len(request) > self.MAX_REQUEST:
             raise InvitationError("the request is too long")
@@ -114,19 +114,19 @@ class Admission:
             if newest:
                 return MSGPackSerializer.dumps([b"", newest])  # which tells the peer, signed by the organiser
             raise InvitationError("the invitation is revoked")
-        self._admit(token, peer_id)
+        self.admit(token, peer_id)
         return MSGPackSerializer.dumps([self.invitation.token.SerializeToString(), newest])
 
-    def _admit(self, token: bytes, peer_id: PeerID) -> None:
+    def admit(self, token: bytes, peer_id: PeerID) -> None:
         parsed = AccessToken.FromString(token)
-        self._admitted[peer_id] = check_token(parsed, self.invitation.authority, peer_id)
+        self.admitted[peer_id] = check_token(parsed, self.invitation.authority, peer_id)
         self.usernames[peer_id] = parsed.username
 
     def _pause(self, peer_id: PeerID, reason: str) -> None:
-        self._paused.pop(peer_id, None)
-        if len(self._paused) >= self.MAX_PAUSED:
-            self._paused.pop(next(iter(self._paused)))  # the oldest
-        self._paused[peer_id] = (time.monotonic() + self.PAUSE, reason)
+        self.paused.pop(peer_id, None)
+        if len(self.paused) >= self.MAX_PAUSED:
+            self.paused.pop(next(iter(self.paused)))  # the oldest
+        self.paused[peer_id] = (time.monotonic() + self.PAUSE, reason)
 
     @staticmethod
     def _unpack(message: bytes, *types: type) -> list:

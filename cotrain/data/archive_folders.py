@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 MARKS = {DATASET: "manifest.json", TOKENIZER: "tokenizer_config.json", BASE_FOLDER: "config.json"}
 RECEIPT = "archive.sha256"
 OTHERS = "other-archives"
-_in_use: dict[Path, BinaryIO] = {}  # marks of the datasets that this process reads, with a shared lock until it ends
+in_use: dict[Path, BinaryIO] = {}  # marks of the datasets that this process reads, with a shared lock until it ends
 
 
 def find_folders(args: ModelOptions) -> dict[str, tuple[str, Path]]:
@@ -96,6 +96,6 @@ def _is_free(mark: Path) -> bool:
 def keep_in_use(dataset: Path) -> None:
     """Keep other processes from moving a dataset aside until this one has ended."""
     mark = dataset / MARKS[DATASET]
-    if mark not in _in_use and mark.is_file():
-        _in_use[mark] = open(mark, "rb")  # noqa: SIM115  it is closed when the process ends
-        fcntl.flock(_in_use[mark], fcntl.LOCK_SH)
+    if mark not in in_use and mark.is_file():
+        in_use[mark] = open(mark, "rb")  # noqa: SIM115  it is closed when the process ends
+        fcntl.flock(in_use[mark], fcntl.LOCK_SH)

@@ -68,15 +68,15 @@ class ShardCache(PeriodicThread):
         if self.window < 1:
             needed = (3 * largest + packed) / 1e6
             raise UserError(f"--data_cache {self.limit}: the shards of this data need {needed:.0f}MB or more")
-        self._lock = lock_folder(Path(args.dataset_path, "train"), "--dataset_path")
-        self._lock.__enter__()  # until the process ends: another trainer would remove the shards of this one
+        self.lock = lock_folder(Path(args.dataset_path, "train"), "--dataset_path")
+        self.lock.__enter__()  # until the process ends: another trainer would remove the shards of this one
         files = map(self._path, range(len(self.shards)))
         sizes = [file.stat().st_size if file.exists() else -1 for file in files]
         self.here = {index for index, shard in enumerate(self.shards) if sizes[index] == shard.unpacked}
         if args.dataset_url is None and len(self.here) < len(self.shards):
             text = f"{len(self.here)} of {len(self.shards)} shards are in '{args.dataset_path}'"
             raise UserError(f"{text}: pass --dataset_url with the address of the archive beside them")
-        self._wanted: list[int] = []
+        self.wanted: list[int] = []
         self.refused: set[int] = set()  # by the host, or damaged there
         self.lost: set[int] = set()  # those of them after which another shard came
         self.fault: Exception | None = None
@@ -89,7 +89,7 @@ class ShardCache(PeriodicThread):
         """Choose the shards to have, most urgent first. Those that do not fit are left out, or removed for others."""
         wanted = list(dict.fromkeys(shards))
         sizes = list(itertools.accumulate(self.shards[index].unpacked for index in wanted))
-        self._wanted = wanted[: bisect.bisect_right(sizes, self._room)]
+        self.wanted = wanted[: bisect.bisect_right(sizes, self._room)]
 
     def has(self, shards: Collection[int]) -> bool:
         """Return whether shards are here, except those that are lost.
@@ -102,7 +102,7 @@ class ShardCache(PeriodicThread):
 
     def work(self) -> None:
         """Download the most urgent shard that is missing; those that were refused at last."""
-        wanted = self._wanted
+        wanted = self.wanted
         missing = (index for index in wanted if index not in self.here)
         index = min(missing, key=self.refused.__contains__, default=None)
         for old in self.here.difference(wanted):

@@ -48,7 +48,7 @@ def load_pretrained(
     folder = Path(name) if Path(name).is_dir() else fetch_files(name, is_foreign, True, **hub_options)
     if (folder / ADAPTERS).is_file():  # peft would follow the name of their base
         raise UserError(ADAPTED.format(name))
-    options = {"dtype": "auto"} | (_quantize() if args.load_in_4bit else {})
+    options = {"dtype": "auto"} | (quantize() if args.load_in_4bit else {})
     if args.lora_rank is not None and device is not None and device.type == "cuda":  # else the CPU tries 16 GB of 8B
         options["device_map"] = {"": device}
     model_class = get_model_class(config)
@@ -100,7 +100,7 @@ def set_generation(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
         options.do_sample = True  # Llama 2 states a temperature without it, which transformers loads and does not save
 
 
-def _quantize() -> dict[str, object]:
+def quantize() -> dict[str, object]:
     """Return the options for a base in 4 bits (NF4 of QLoRA, https://arxiv.org/abs/2305.14314), on the first GPU."""
     if not torch.cuda.is_available():
         raise UserError("--load_in_4bit needs a GPU that bitsandbytes supports: drop the flag")

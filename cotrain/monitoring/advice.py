@@ -54,7 +54,7 @@ class Adviser:
     """Returns one line if the rounds of a run with these settings take up the time."""
 
     def __init__(self, steps: StepSettings, hyperparameters: Hyperparameters):
-        self._flags, self._advised_at = find_flags(steps, hyperparameters.local_updates), -math.inf
+        self._flags, self.advised_at = find_flags(steps, hyperparameters.local_updates), -math.inf
         self._total_steps, self._target = hyperparameters.total_steps, steps.target_batch_size
         self._has_told_target = False
         self._times: deque[tuple[int, float]] = deque(maxlen=PACE_STEPS)  # of the newest steps, and when they ended
@@ -68,9 +68,9 @@ class Adviser:
         if averaging is not None and SHORT < averaging < BUSY and not self._has_told_target:
             self._has_told_target = True
             return advise_target(self._target, averaging).capitalize()
-        if averaging is None or averaging < BUSY or now < self._advised_at + ADVICE_SECONDS:
+        if averaging is None or averaging < BUSY or now < self.advised_at + ADVICE_SECONDS:
             return None
-        self._advised_at = now
+        self.advised_at = now
         return (
             f"Rounds run for {averaging:.0%} of the time: steps wait for slow connections. Rounds would be shorter or "
             f"rarer with {self._flags}. See docs/tuning.md; all peers need the same settings"

@@ -137,9 +137,9 @@ class MetricsAggregator:
         self.late: list[PeerStep] = []  # found in the newest update, of steps that were reported without them
         self._counted: dict[int, dict[Hashable, int]] = {}  # samples by peer in each of the newest reported steps
         self._known: dict[str, deque] = defaultdict(partial(deque, maxlen=MAX_KNOWN))  # means of peers, by metric
-        self._peers: dict[Hashable, TrackedPeer] = {}
+        self.peers: dict[Hashable, TrackedPeer] = {}
         self._taking_part: list[TrackedPeer] = []
-        self._reached: dict[int, float] = {}  # pending step -> when half of the peers had first reached it
+        self.reached: dict[int, float] = {}  # pending step -> when half of the peers had first reached it
         self._now = -math.inf
         self._last_report_time = -math.inf
         self._last_ended: tuple[int, float] = -1, -math.inf  # the newest reported step, and its time
@@ -155,36 +155,36 @@ class MetricsAggregator:
         """
         self._now = max(now, self._now)
         self._read(trainers, progress)
-        self.live_peers = [peer for peer in self._peers.values() if peer.heard_at >= self._now - self.alive_timeout]
+        self.live_peers = [peer for peer in self.peers.values() if peer.heard_at >= self._now - self.alive_timeout]
         heard = [peer for peer in self.live_peers if peer.heard_at >= self._now - FRESH_SECONDS]
         self._taking_part = [peer for peer in heard if not peer.heartbeat.away]
         self._go_back_if_outvoted()
         reports = self._take_complete()
-        self.late = [record for peer in self._peers.values() for record in self._take_late(peer)]
+        self.late = [record for peer in self.peers.values() for record in self._take_late(peer)]
         oldest = self._now - 2 * self.alive_timeout
-        self._peers = {key: peer for key, peer in self._peers.items() if peer.present >= oldest}
+        self.peers = {key: peer for key, peer in self.peers.items() if peer.present >= oldest}
         return reports
 
     @property
     def is_waiting(self) -> bool:
         """Whether half of the peers have reported a step that the others are waited for."""
-        return any(step > self.last_reported_step for step in self._reached)
+        return any(step > self.last_reported_step for step in self.reached)
 
     # Records
 
     def _read(self, trainers: Mapping, progress: Mapping) -> None:
         for key in (*progress, *trainers):
-            self._peers.setdefault(key, TrackedPeer(key)).present = self._now
+            self.peers.setdefault(key, TrackedPeer(key)).present = self._now
         for key, record in progress.items():
             if record.value is None:
-                self._peers[key].heard_at = -math.inf
+                self.peers[key].heard_at = -math.inf
         for key, heartbeat in read_progress(progress, self.contributors).items():
-            self._read_heartbeat(self._peers[key], heartbeat)
+            self._read_heartbeat(self.peers[key], heartbeat)
         for key, record in trainers.items():
             rows = map(read_row, record.value["history"])
             steps = [PeerStep(key, row["step"], row["samples_accumulated"], row) for row in rows]
-            self._peers[key].members = set(record.value.get("members") or ())
-            self._read_steps(self._peers[key], steps, record.expiration_time)
+            self.peers[key].members = set(record.value.get("members") or ())
+            self._read_steps(self.peers[key], steps, record.expiration_time)
 
     def _read_heartbeat(self, peer: TrackedPeer, heartbeat: PeerProgress) -> None:
         if peer.heartbeat and heartbeat.reported_at <= peer.heartbeat.reported_at:
@@ -227,7 +227,7 @@ class MetricsAggregator:
             return
         self.last_reported_step = statistics.median_low(first_steps) - 1
         self._outvoted_since, self._is_doubtful = None, False
-        for peer in self._peers.values():
+        for peer in self.peers.values():
             if peer not in voters:  # its unreported steps are not of this run
                 peer.pending, peer.done = {}, peer.reported_step
 
@@ -238,7 +238,7 @@ class MetricsAggregator:
         taking_part = [peer for peer in self._taking_part if peer.step >= nearby]
         voters = {peer for peer in taking_part if peer.reported_step >= nearby}
         # Those that left after a step that is not reported yet vote, too.
-        voters |= {peer for peer in self._peers.values() if max(peer.pending, default=-1) > self.last_reported_step}
+        voters |= {peer for peer in self.peers.values() if max(peer.pending, default=-1) > self.last_reported_step}
         levels = sorted(peer.reported_step for peer in voters)
         if not levels:
             return []
@@ -246,16 +246,16 @@ class MetricsAggregator:
         seconds = self._now - self._last_report_time
         possible = self.last_reported_step + MAX_JUMP + MAX_STEPS_PER_SECOND * seconds
         reached = min(half, agreed + MAX_SPREAD, possible)
-        steps = {step for peer in self._peers.values() for step in peer.pending}
+        steps = {step for peer in self.peers.values() for step in peer.pending}
         pending = sorted(step for step in steps if self.last_reported_step < step <= reached)
         all_there = min((peer.reported_step for peer in taking_part), default=math.inf)
-        self._reached = {step: self._reached.get(step, self._now) for step in pending}
+        self.reached = {step: self.reached.get(step, self._now) for step in pending}
         complete = self.last_reported_step
         for step in pending:
             near = step <= complete + (MAX_JUMP if complete >= 0 else MAX_SPREAD)  # a run begins at step 0 or 1
             is_owed = any(peer.reported_step < step <= peer.newest_owed for peer in taking_part)
             wait = self.late_time if is_owed else self.settle_time
-            if self._now - self._reached[step] >= wait or (near and step <= all_there):
+            if self._now - self.reached[step] >= wait or (near and step <= all_there):
                 complete = step
         return [self._report(step) for step in pending if step <= complete]
 
@@ -264,7 +264,7 @@ class MetricsAggregator:
         late = []
         for record in [self._take(peer, step) for step in steps]:
             counted = self._counted.get(record.step, {peer.key: 0})  # too old, or from before a restart
-            others = [self._peers[key] for key in counted.keys() & self._peers.keys()]
+            others = [self.peers[key] for key in counted.keys() & self.peers.keys()]
             if peer.key not in counted and record.samples > 0 and peer in named_by_others([*others, peer]):
                 counted[peer.key] = record.samples
                 counted[peer.key] = round(self._cap(counted)[peer.key])
@@ -281,7 +281,7 @@ class MetricsAggregator:
         return values if self.believes_weights else cap_weights(values, len(values) - 1)
 
     def _report(self, step: int) -> StepReport:
-        reporting = [peer for peer in self._peers.values() if step in peer.pending]
+        reporting = [peer for peer in self.peers.values() if step in peer.pending]
         contributors = named_by_others(reporting)
         if len(contributors) > 1:
             self._is_doubtful = False
@@ -309,7 +309,7 @@ class MetricsAggregator:
         return StepReport(
             step=step,
             loss=values["loss"],
-            alive_peers=sum(peer.first_step <= step <= peer.reported_step for peer in self._peers.values()),
+            alive_peers=sum(peer.first_step <= step <= peer.reported_step for peer in self.peers.values()),
             samples=samples,
             performance=rate,
             contributors=sum(own.samples > 0 for own in contributions),

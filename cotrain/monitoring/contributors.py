@@ -52,19 +52,19 @@ class Contributors:
     def __init__(self, folder: Path, run_id: str):
         self._file, self.run_id = JsonFile(folder / "contributors.json"), run_id
         self.step = self._loaded_step = -1  # the newest step that is counted, and that was before a restart
-        self._known: dict[str, Contributor] = {}  # by peer ID, also those that have not contributed yet
+        self.known: dict[str, Contributor] = {}  # by peer ID, also those that have not contributed yet
         self._file.load(self._parse)
 
     @property
     def leaders(self) -> list[Contributor]:
         """The contributors, in descending order of their samples."""
-        leaders = [known for known in self._known.values() if known.steps > 0]
+        leaders = [known for known in self.known.values() if known.steps > 0]
         return sorted(leaders, key=lambda leader: (-leader.samples, leader.peer_id))
 
     def _find(self, peer_id: object) -> Contributor:
-        if len(self._known) >= 2 * MAX_CONTRIBUTORS:
-            self._known = {leader.peer_id: leader for leader in self.leaders[:MAX_CONTRIBUTORS]}
-        return self._known.setdefault(str(peer_id), Contributor(str(peer_id)))
+        if len(self.known) >= 2 * MAX_CONTRIBUTORS:
+            self.known = {leader.peer_id: leader for leader in self.leaders[:MAX_CONTRIBUTORS]}
+        return self.known.setdefault(str(peer_id), Contributor(str(peer_id)))
 
     def find_name(self, peer_id: object) -> str:
         """Return the name of a peer and the end of its ID."""
@@ -106,7 +106,7 @@ class Contributors:
             raise ValueError(f"it belongs to the run '{content['run_id']}'")
         contributors = [Contributor(**entry) for entry in content["contributors"]]
         self.step = self._loaded_step = int(content["step"])
-        self._known = {contributor.peer_id: contributor for contributor in contributors}
+        self.known = {contributor.peer_id: contributor for contributor in contributors}
 
 
 def build_leaderboard(contributors: Contributors, paused: Collection[str] = ()) -> list[tuple[object, ...]]:

@@ -118,7 +118,7 @@ class EvaluationLoop:
     evaluated_step: int = 0
 
     def __post_init__(self):
-        self._next_time = float("-inf")
+        self.next_time = float("-inf")
         self._donor = ""  # the peer ID of the newest donor
         self.averager.must_agree = True
         self._backoff = Backoff(first=self.refresh_period, longest=MAX_DOWNLOAD_PAUSE)
@@ -137,7 +137,7 @@ class EvaluationLoop:
     def refresh(self) -> None:
         """Read the trainers' progress, and evaluate if an evaluation is due."""
         if self._is_due(self._find_step()) and self._backoff.is_over:
-            self._evaluate()
+            self.evaluate_newest()
 
     def _find_step(self) -> int:
         """Return the step of the slower half of the trainers that are heard, 0 without any; see `_find_saved_steps`.
@@ -175,9 +175,9 @@ class EvaluationLoop:
         new_steps, is_last = step - self.evaluated_step, step >= self.schedule.last_step
         if self.schedule.steps is not None:
             return new_steps >= self.schedule.steps or (is_last and new_steps > 0)
-        return new_steps > 0 and (is_last or time.monotonic() >= self._next_time)
+        return new_steps > 0 and (is_last or time.monotonic() >= self.next_time)
 
-    def _evaluate(self) -> None:
+    def evaluate_newest(self) -> None:
         started = time.monotonic()
         downloaded = self.averager.download_state(min_step=self.evaluated_step + 1)
         if downloaded is None:
@@ -195,7 +195,7 @@ class EvaluationLoop:
         if metrics is None:
             return
         self.evaluated_step = step
-        self._next_time = started + self.schedule.interval
+        self.next_time = started + self.schedule.interval
         remark = f"\t({time.monotonic() - started:.1f} s, from {donor})"
         self.reporter.report_evaluation(step, metrics, remark, self._base)
         self.best.update(step, metrics.get("loss"), self.evaluator.task, self.model)

@@ -82,7 +82,7 @@ class CheckpointKeeper:
         self.backoff = Backoff(first=pause, longest=MAX_SAVE_PAUSE)
         self._trainers: Set[Hashable] = frozenset()
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="CheckpointKeeper")
-        self._pending: Future | None = None
+        self.pending: Future | None = None
 
     def restore(self) -> None:
         """Load the newest readable checkpoint and offer it."""
@@ -111,9 +111,9 @@ class CheckpointKeeper:
         next_step = 1 if self._has_gone_back else max(self.saved_step, 0) + interval
         if step >= next_step and not self.is_running and trainers and self.backoff.is_over:
             # The minimum is not `step`: reported steps are untrusted, and a revived run is behind the reported step.
-            self._pending = self._executor.submit(self._save, next_step, step + MAX_LEAD)
+            self.pending = self._executor.submit(self.save, next_step, step + MAX_LEAD)
 
-    def _save(self, min_step: int, max_step: int) -> None:
+    def save(self, min_step: int, max_step: int) -> None:
         try:
             downloaded = self.averager.download_state(min_step=min_step)
             if downloaded is None:
@@ -142,16 +142,16 @@ class CheckpointKeeper:
 
     @property
     def is_running(self) -> bool:
-        return self._pending is not None and not self._pending.done()
+        return self.pending is not None and not self.pending.done()
 
     def save_newest(self, step: int, seconds: float) -> None:
         """Save a state that a trainer still offers, if it is newer than the saved one. Wait at most `seconds`."""
         self._reported_step, deadline = step, time.monotonic() + seconds
-        if self._pending is not None:
-            wait([self._pending], seconds)
+        if self.pending is not None:
+            wait([self.pending], seconds)
         if step > self.saved_step or self._has_gone_back:
-            self._pending = self._executor.submit(self._save, max(1, self.saved_step + 1), step + MAX_LEAD)
-            wait([self._pending], deadline - time.monotonic())
+            self.pending = self._executor.submit(self.save, max(1, self.saved_step + 1), step + MAX_LEAD)
+            wait([self.pending], deadline - time.monotonic())
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)

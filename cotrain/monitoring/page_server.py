@@ -41,7 +41,7 @@ class PageServer:
     def __init__(self, endpoint: str, address: str):
         self.host, _, self.port = endpoint.rpartition(":")
         self.address = address
-        self._process: subprocess.Popen | None = None
+        self.process: subprocess.Popen | None = None
         self._page: str | None = None  # the address, once the server has listened
         self._is_broken = False  # whether a warning says that it does not
 
@@ -50,17 +50,17 @@ class PageServer:
 
         Call this in the main thread, see `leave_with_parent`.
         """
-        if self._process is None or (code := self._process.poll()) is not None:
-            if self._process is not None and not self._is_broken:
+        if self.process is None or (code := self.process.poll()) is not None:
+            if self.process is not None and not self._is_broken:
                 self._is_broken, cause = True, f"with code {code}; another program may use port {self.port}"
                 logger.warning(f"--serve_page: trackio's server has ended {cause}. Trying again")
             command = ["nice", sys.executable, "-c", SERVE, self.host.strip("[]"), self.port]
             null = subprocess.DEVNULL
             env = {name: x for name, x in os.environ.items() if "TRACKIO" in name or not SECRET.search(name)}
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 command, stdin=null, stdout=null, stderr=null, env=env, preexec_fn=leave_with_parent
             )
-        elif (self._is_broken or self._page is None) and self._listens(self._process.pid):
+        elif (self._is_broken or self._page is None) and self._listens(self.process.pid):
             self._is_broken, self._page = False, self.address
             logger.info(f"Curves of the run: {self.address}")
         return self._page
@@ -72,9 +72,9 @@ class PageServer:
         return False
 
     def close(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
 
 
 def find_address(endpoint: str, peer: LocalPeer) -> str:

@@ -92,7 +92,7 @@ def find_run_config(command_line: CommandLine, stop: StopSignal, is_monitor: boo
     organiser = None if kept is None else kept.organiser
     config = fault = None
     try:
-        config = _visit(peer_args, organiser, run_id, stop)
+        config = visit_run(peer_args, organiser, run_id, stop)
     except TemporaryError as error:
         fault = error
     if config is None and is_monitor and kept is not None:
@@ -147,7 +147,7 @@ def _has_no_model(arguments: Iterable[object]) -> bool:
     return not all(getattr(args, "store_checkpoints", True) for args in arguments)
 
 
-def _visit(args: PeerOptions, organiser: PeerID | None, run_id: str | None, stop: StopSignal) -> RunConfig | None:
+def visit_run(args: PeerOptions, organiser: PeerID | None, run_id: str | None, stop: StopSignal) -> RunConfig | None:
     """Join the run for a moment, with a new identity, and return its configuration."""
     with tempfile.TemporaryDirectory() as folder, stop.deferred():
         visitor = replace(

@@ -56,9 +56,9 @@ class StatusKeeper(PeriodicThread):
         self._begun_at = 0  # step after which each one is joined or missed
         self._computed, self.speed = 0, 0.0  # the speed is that of the newest step's line and record
         self._totals = deque([(0, 0)], maxlen=MAX_ROUNDS + 1)  # samples computed and applied, by global step
-        self._log_at = time.monotonic() + LOG_SECONDS
+        self.log_at = time.monotonic() + LOG_SECONDS
         self._averaged_at = time.monotonic()
-        self._alerts = Alerts(args.webhook_file, f"Trainer {name} of run {args.run_id}")
+        self.alerts = Alerts(args.webhook_file, f"Trainer {name} of run {args.run_id}")
 
     def start(self) -> None:
         self.write()  # the status of an earlier trainer in this folder is over
@@ -122,13 +122,13 @@ class StatusKeeper(PeriodicThread):
 
     def work(self) -> None:
         now = time.monotonic()
-        if now >= self._log_at:
-            self._log_at = now + LOG_SECONDS
+        if now >= self.log_at:
+            self.log_at = now + LOG_SECONDS
             if not (self.should_stop() or self._status.paused):
                 logger.info(describe_progress(self.update(), self.loss_meter.mean()))
                 if now >= self._averaged_at + ALERT_SECONDS:
                     minutes = f"{ALERT_SECONDS / 60:.0f} minutes"
-                    self._alerts.send("averaging", f"has not averaged with others for {minutes}")
+                    self.alerts.send("averaging", f"has not averaged with others for {minutes}")
         self.write()
 
     def write(self) -> None:

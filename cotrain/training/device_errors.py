@@ -60,7 +60,7 @@ class MicroBatches:
         self.model, self.optimizer, self.batch_size = model, optimizer, batch_size
         self.sets_aside = next(model.parameters()).device.type != "cpu"
         self.num_parts = 1
-        self._num_computed = self._num_failures = 0
+        self.num_computed = self._num_failures = 0
 
     def compute(self, batch: Any, backward: Callable[[Any, float], torch.Tensor]) -> torch.Tensor | None:
         """Compute gradients.
@@ -77,16 +77,16 @@ class MicroBatches:
         try:
             parts = split(batch, self.num_parts) if count_samples(batch) >= self.num_parts > 1 else [batch]
             loss = torch.stack([backward(part, 1 / len(parts)) for part in parts]).sum()
-            self._num_computed, self._num_failures = self._num_computed + 1, 0
+            self.num_computed, self._num_failures = self.num_computed + 1, 0
             if both := [(gradient, parameter.grad) for parameter, gradient in kept if parameter.grad is not None]:
                 torch._foreach_add_(*map(list, zip(*both, strict=True)))
             for parameter, gradient in kept:
                 parameter.grad = gradient
             return loss
         except RuntimeError as error:
-            halves = self._num_computed == 0 and self.num_parts == 1 and count_samples(batch) > 1
+            halves = self.num_computed == 0 and self.num_parts == 1 and count_samples(batch) > 1
             self._num_failures += 1
-            can_drop = self.sets_aside and self._num_computed > 0
+            can_drop = self.sets_aside and self.num_computed > 0
             is_last = self._num_failures >= MAX_FAILURES or not (halves or can_drop)
             if not is_out_of_memory(error) or is_last:
                 raise
@@ -95,7 +95,7 @@ class MicroBatches:
         self.model.zero_grad()
         for parameter, gradient in kept:
             parameter.grad = gradient
-        self._free()
+        self.free_memory()
         if halves:
             logger.warning(f"The first micro-batch does not fit into memory ({failure:.100}): computing it in halves")
             self.num_parts = 2
@@ -106,6 +106,6 @@ class MicroBatches:
         smallest.grad = torch.zeros_like(smallest) if smallest.grad is None else smallest.grad  # for GradScaler
         return None
 
-    def _free(self) -> None:
+    def free_memory(self) -> None:
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()

@@ -82,7 +82,7 @@ class CollaborativeTrainer(Trainer):
             args._n_gpu = min(args.n_gpu, num_devices)  # noqa: SLF001  the batch size of the loader counts these
         super().__init__(module, args, task.collate, samples, optimizers=optimizers, **options)
         self.sampler, self.loss_meter, self.task, self.mean_weight = sampler, loss_meter, task, 1.0
-        self._micro_batches, self._scale = MicroBatches(model, optimizer, args.train_batch_size), 1.0
+        self.micro_batches, self._scale = MicroBatches(model, optimizer, args.train_batch_size), 1.0
         self.remove_callback(PrinterCallback)  # prints to stdout what CollaborativeCallback logs
 
     def _wrap_model(self, model, training: bool = True, dataloader=None):
@@ -98,7 +98,7 @@ class CollaborativeTrainer(Trainer):
             inputs = {**inputs}  # DataParallel splits a dict, but not a BatchEncoding
         weighted, weight = model(inputs).view(-1, 2).sum(dim=0)  # over the devices
         loss = weighted / weight * (self.task.weigh(inputs) / self.mean_weight)
-        self.loss_meter.add(loss * self._scale * self._micro_batches.num_parts)
+        self.loss_meter.add(loss * self._scale * self.micro_batches.num_parts)
         return loss * self._scale
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
@@ -107,7 +107,7 @@ class CollaborativeTrainer(Trainer):
             self._scale = self.task.weigh(inputs) / sum(weights)  # 1 for tokens, 1/2 where each half weighs the same
             return super(CollaborativeTrainer, self).training_step(model, part, num_items_in_batch)
 
-        if (loss := self._micro_batches.compute(inputs, backward)) is not None:
+        if (loss := self.micro_batches.compute(inputs, backward)) is not None:
             return loss
         mean = self.mean_weight - self.task.weigh(inputs) / self.current_gradient_accumulation_steps
         gradients = [p.grad for p in model.parameters() if p.grad is not None]

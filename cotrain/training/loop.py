@@ -34,8 +34,8 @@ class TrainingLoop:
         self.session, self.model, self.args, self.device = session, session.model, args, device
         self.is_running, self._num_losses, self._dtype = True, 0, autocast_dtype(args, device)
         self._weights: list[float | torch.Tensor] = []  # of the micro-batches of this local step, or their parts
-        self._scaler = torch.amp.GradScaler(device.type, enabled=self._dtype == torch.float16)
-        self._micro_batches = MicroBatches(self.model, session.optimizer, args.per_device_train_batch_size)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=self._dtype == torch.float16)
+        self.micro_batches = MicroBatches(self.model, session.optimizer, args.per_device_train_batch_size)
 
     @property
     def global_step(self) -> int:
@@ -87,7 +87,7 @@ class TrainingLoop:
         if not self.is_running:
             raise _Ended
         number = len(self._weights)
-        if (loss := self._micro_batches.compute(batch, backward)) is None:
+        if (loss := self.micro_batches.compute(batch, backward)) is None:
             del self._weights[number:]
         return self._end_micro_batch(loss)
 
@@ -106,7 +106,7 @@ class TrainingLoop:
     def _backward(self, loss: torch.Tensor, weight: float | torch.Tensor) -> None:
         relative = weight / (self._weights or [weight])[0]  # to the first weight: the sum is not known yet
         if loss.requires_grad:
-            self._scaler.scale(loss * relative / self.args.gradient_accumulation_steps).backward()
+            self.scaler.scale(loss * relative / self.args.gradient_accumulation_steps).backward()
         self._weights.append(weight)
 
     def _end_micro_batch(self, loss: torch.Tensor | None) -> bool:
@@ -124,8 +124,8 @@ class TrainingLoop:
                 parameter.grad.div_(mean)
         # Accumulates the gradients. Once all peers together have target_batch_size samples, the optimizer averages
         # the gradients and takes the global step, for which it clips their average to --max_grad_norm.
-        self._scaler.step(session.optimizer)
-        self._scaler.update()
+        self.scaler.step(session.optimizer)
+        self.scaler.update()
         session.optimizer.zero_grad()
         if loss is not None and (number == 1 or number % self.args.logging_steps == 0):
             logger.info(f"Local step {number}: loss = {loss.item():.5f}")

@@ -112,7 +112,7 @@ class TrainingSession:
             optimizer.begin_at(own_step, unsent)
             optimizer.share_state()
             logger.info(f"Resumed from a checkpoint at step #{own_step}")
-        if self._load_newest_state():
+        if self.load_newest_state():
             logger.info(f"Joined the collaboration at step #{optimizer.local_epoch}")
         elif own_step == 0:
             logger.info("No peer offers a trained state: starting with the initial weights")
@@ -123,7 +123,7 @@ class TrainingSession:
         if not self._pause():
             raise SystemExit(0)  # nothing is trained, and the model is on the CPU
 
-    def _load_newest_state(self) -> bool:
+    def load_newest_state(self) -> bool:
         """Download the newest state; retry while trainers report a later step. Return whether a state was loaded.
 
         A single trainer that reports a later step may be lying. It is not waited for after MAX_JOIN_ATTEMPTS.
@@ -194,7 +194,7 @@ class TrainingSession:
             return not self.should_stop()
         if time.monotonic() < self.joined_at + self.MEETING_SECONDS:
             self._refuse_misfits()
-        self._report_steps()
+        self.report_steps()
         view = self.optimizer.tracker.view()
         trainers = *view.others, view.own
         self.client_mode_alarm.check([trainer.client_mode for trainer in trainers])
@@ -241,7 +241,7 @@ class TrainingSession:
             logger.info("Continuing after a pause")
         return not reason
 
-    def _report_steps(self) -> None:
+    def report_steps(self) -> None:
         for record in self.optimizer.pop_records():
             self.status.record_step(record)
             if record.samples is not None:
@@ -280,7 +280,7 @@ class TrainingSession:
         """
         self.optimizer.finish_pending_update()
         self.optimizer.stop_averaging()
-        self._report_steps()
+        self.report_steps()
         self.status.should_stop = lambda: True  # no more lines about the next step
         step, is_over = self.optimizer.local_epoch, self._is_over()
         if step >= (self.arguments.training.last_step or math.inf):

@@ -119,7 +119,7 @@ def test_only_the_signed_list_ends_a_peer(two_admissions, authority, monkeypatch
         raise P2PHandlerError("InvitationError('the invitation is revoked')")
 
     async def exchange(answer) -> None:
-        await asyncio.gather(alice._ask(Exchange(own, answer), bob.invitation.peer_id))
+        await asyncio.gather(alice.ask(Exchange(own, answer), bob.invitation.peer_id))
 
     asyncio.run(exchange(lie))
     InvitedDHT.check_invitation(dht)
@@ -127,7 +127,7 @@ def test_only_the_signed_list_ends_a_peer(two_admissions, authority, monkeypatch
     asyncio.run(exchange(AsyncMock(return_value=MSGPackSerializer.dumps([b"", forged]))))
     InvitedDHT.check_invitation(dht)
     bob.revocations.adopt(Revocations().extend({str(own)}, authority).content)
-    asyncio.run(exchange(bob._answer))
+    asyncio.run(exchange(bob.answer))
     with pytest.raises(UserError, match="the invitation is revoked; ask the organiser"):
         InvitedDHT.check_invitation(dht)
     monkeypatch.setattr("cotrain.admission.admission.run_time", lambda: bob.invitation.expiration_time)
@@ -220,7 +220,7 @@ def test_peer_is_asked_once_and_strangers_once_a_second(two_admissions):
     alice, bob = two_admissions
 
     async def run() -> None:
-        to_bob = Exchange(alice.invitation.peer_id, bob._answer)
+        to_bob = Exchange(alice.invitation.peer_id, bob.answer)
         await asyncio.gather(*(alice.check(to_bob, bob.invitation.peer_id, is_callee=False) for _ in range(10)))
         await alice.check(to_bob, bob.invitation.peer_id, is_callee=True)
         assert to_bob.num_calls == 1
@@ -236,7 +236,7 @@ def test_peer_is_asked_once_and_strangers_once_a_second(two_admissions):
 def test_admission_ends_with_the_invitation(two_admissions, monkeypatch):
     alice, bob = two_admissions
     guest = bob.invitation.peer_id
-    alice._admit(bob.invitation.token.SerializeToString(), guest)
+    alice.admit(bob.invitation.token.SerializeToString(), guest)
     asyncio.run(alice.check(None, guest, is_callee=False))
     monkeypatch.setattr("cotrain.admission.admission.time.time", lambda: bob.invitation.expiration_time)
     with pytest.raises(NotAdmittedError):
@@ -246,11 +246,17 @@ def test_admission_ends_with_the_invitation(two_admissions, monkeypatch):
 def test_strangers_take_bounded_memory(two_admissions, monkeypatch):
     alice, bob = two_admissions
     with pytest.raises(InvitationError, match="too long"):
-        asyncio.run(alice._answer(bytes(Admission.MAX_REQUEST + 1), bob.invitation.peer_id))
+        asyncio.run(alice.answer(bytes(Admission.MAX_REQUEST + 1), bob.invitation.peer_id))
     monkeypatch.setattr(Admission, "MAX_PAUSED", 3)
-    for number in range(9):
-        alice._pause(PeerID(bytes([number])), "a stranger")
-    assert list(alice._paused) == [PeerID(bytes([number])) for number in (6, 7, 8)]
+    failing = Exchange(alice.invitation.peer_id, AsyncMock(side_effect=OSError))
+
+    async def refuse_strangers() -> None:
+        for number in range(9):
+            with pytest.raises(NotAdmittedError):
+                await alice.check(failing, PeerID(bytes([number])), is_callee=False)
+
+    asyncio.run(refuse_strangers())
+    assert list(alice.paused) == [PeerID(bytes([number])) for number in (6, 7, 8)]
 
 
 def test_peer_that_is_asked_asks_back_for_the_list(two_admissions, authority):
@@ -264,21 +270,21 @@ def test_peer_that_is_asked_asks_back_for_the_list(two_admissions, authority):
             await admission.serve(Mock(_client=AsyncMock()))
         alice.revocations.adopt(Revocations().extend({str(mallory)}, authority).content)
         to_bob, to_alice = (
-            Exchange(caller.invitation.peer_id, callee._answer) for caller, callee in ((alice, bob), (bob, alice))
+            Exchange(caller.invitation.peer_id, callee.answer) for caller, callee in ((alice, bob), (bob, alice))
         )
         await alice.check(to_bob, bob.invitation.peer_id, is_callee=True)
         assert mallory not in bob.revocations.newest
         await bob.check(to_alice, alice.invitation.peer_id, is_callee=False)
-        await asyncio.gather(*bob._questions.values())
+        await asyncio.gather(*bob.questions.values())
         assert mallory in bob.revocations.newest
         with pytest.raises(NotAdmittedError, match="is revoked"):
-            bob._admitted[mallory] = bob._admitted[alice.invitation.peer_id]
+            bob.admitted[mallory] = bob.admitted[alice.invitation.peer_id]
             await bob.check(to_alice, mallory, is_callee=False)
         token, newest = revoked.token.SerializeToString(), bob.revocations.newest
-        assert await bob._answer(MSGPackSerializer.dumps([token, 0]), mallory) == MSGPackSerializer.dumps(
+        assert await bob.answer(MSGPackSerializer.dumps([token, 0]), mallory) == MSGPackSerializer.dumps(
             [b"", newest.content]
         )
         with pytest.raises(InvitationError, match="is revoked"):
-            await bob._answer(MSGPackSerializer.dumps([token, newest.serial]), mallory)
+            await bob.answer(MSGPackSerializer.dumps([token, newest.serial]), mallory)
 
     asyncio.run(run())

@@ -388,7 +388,7 @@ def test_data_of_another_run_is_moved_aside_and_back(args, host, other_host, cap
         args.dataset_sha256 = file_sha256(current.archive) if has_digest else None
         caplog.clear()
         fetch_data(args, NOTHING)
-        archive_folders._in_use.clear()  # as in a new process
+        archive_folders.in_use.clear()  # as in a new process
         assert is_of_the_other_run(args) == is_other
         assert ("was from another archive" in caplog.text) == (round_of > 0)
     assert host.requests == other_host.requests == ["/data.tar.gz"], "each is downloaded once"
@@ -399,7 +399,7 @@ def test_data_that_a_trainer_reads_is_not_moved(args, host, other_host):
     args.dataset_url, args.dataset_sha256 = other_host.url, file_sha256(other_host.archive)
     message = fail(args, leftovers={"dataset", "tokenizer"})
     assert "--dataset_path" in message and "stop it" in message and other_host.requests == []
-    archive_folders._in_use.popitem()[1].close()  # the trainer ends
+    archive_folders.in_use.popitem()[1].close()  # the trainer ends
     fetch_data(args, NOTHING)
     assert is_of_the_other_run(args)
 

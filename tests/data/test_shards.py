@@ -411,7 +411,7 @@ def outlast(order: PeerSampler, host: Host) -> Iterator[int]:
     """Take samples until those that are here come again, since the server is away."""
     numbers = iter(order)
     next(numbers)
-    wait_until(lambda: order.cache.has(order.cache._wanted), SECONDS, "a full cache")
+    wait_until(lambda: order.cache.has(order.cache.wanted), SECONDS, "a full cache")
     host.away = True
     while not order.num_repeated:
         next(numbers)
@@ -436,7 +436,7 @@ def end(order: PeerSampler) -> None:
     """Let go of the folder, as a trainer that ends."""
     order.cache.stop()
     order.cache.join()
-    order.cache._lock.__exit__(None, None, None)
+    order.cache.lock.__exit__(None, None, None)
 
 
 def test_smaller_cache_after_a_restart(args):
@@ -447,7 +447,7 @@ def test_smaller_cache_after_a_restart(args):
     end(order)
     args.data_cache = room
     order = PeerSampler(samples, "peer", 0)
-    wait_until(lambda: len(files(args)) == len(order.cache._wanted) < 7, SECONDS, "the others are removed")
+    wait_until(lambda: len(files(args)) == len(order.cache.wanted) < 7, SECONDS, "the others are removed")
 
 
 def test_restart_while_the_server_is_away(args, host, impatient, tmp_path):

@@ -123,7 +123,7 @@ def test_failure_of_the_stack_has_its_first_reason(deployment, answer):
         "stacks", "describe_stack_events", {"StackEvents": [{**event, "ResourceStatus": "CREATE_COMPLETE"}, *events]}
     )
     with pytest.raises(UserError, match="could not change the stack 'test': a limit of 0"):
-        deployment._wait("stack_create_complete", "test")
+        deployment.wait_for("stack_create_complete", "test")
 
 
 def test_status_lists_the_instances_and_why_trainers_are_missing(deployment, answer, monkeypatch):

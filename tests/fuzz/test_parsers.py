@@ -381,7 +381,7 @@ LIST = Revocations().extend({str(PEER)}, AUTHORITY).content
 def read_token(admission: Admission, answer: bytes) -> None:
     """Let a peer that asks another one for its token read the answer."""
     p2p = SimpleNamespace(_client=SimpleNamespace(call_unary_handler=AsyncMock(return_value=answer)))
-    asyncio.run(admission._exchange(p2p, INVITATION.peer_id))
+    asyncio.run(admission.exchange(p2p, INVITATION.peer_id))
 
 
 @fuzz(80)
@@ -403,9 +403,9 @@ def test_invitations(draw):
         admission = Admission(OWN, Path(folder) / "list")
         packed, answer = (draw(damaged(MSGPackSerializer.dumps(part))) for part in (request, answer))
         # hivemind returns each exception of this handler to the caller
-        bounded(lambda: asyncio.run(admission._answer(packed, INVITATION.peer_id)), refusals=(Exception,))
+        bounded(lambda: asyncio.run(admission.answer(packed, INVITATION.peer_id)), refusals=(Exception,))
         bounded(read_token, admission, answer, refusals=())
-        assert admission._admitted.keys() <= {INVITATION.peer_id}
+        assert admission.admitted.keys() <= {INVITATION.peer_id}
 
 
 # The settings of a run

@@ -129,8 +129,8 @@ def list_found(content: bytes) -> list:
 def show_token(content: bytes) -> int:
     """Return the number of peers that are admitted."""
     admission = Admission(OWN, Path("no such file"))
-    asyncio.run(admission._answer(content, INVITATION.peer_id))
-    return len(admission._admitted)
+    asyncio.run(admission.answer(content, INVITATION.peer_id))
+    return len(admission.admitted)
 
 
 def ask_for_token(content: bytes) -> bytes:

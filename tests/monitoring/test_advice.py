@@ -62,7 +62,7 @@ def test_advice_depends_on_the_settings(settings, advice):
     adviser = make_adviser(**settings)
     assert adviser.advise(None) is None and adviser.advise(0.05) is None
     assert advice in adviser.advise(1.0) and adviser.advise(1.0) is None
-    adviser._advised_at -= ADVICE_SECONDS
+    adviser.advised_at -= ADVICE_SECONDS
     assert adviser.advise(1.0)
 
 

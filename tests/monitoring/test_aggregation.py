@@ -411,15 +411,15 @@ def test_memory_does_not_grow_over_a_long_run():
     aggregator = make_aggregator()
     observe(aggregator, range(0, 15000, 5), lambda s: (dict.fromkeys(("stays", s // 50), metric(s // 5)),))
     assert aggregator.last_reported_step > 2990
-    assert len(aggregator._peers) < 20 and len(aggregator._reached) < 20
-    assert sum(len(peer.pending) for peer in aggregator._peers.values()) < 20
+    assert len(aggregator.peers) < 20 and len(aggregator.reached) < 20
+    assert sum(len(peer.pending) for peer in aggregator.peers.values()) < 20
 
 
 def test_unreported_steps_of_a_peer_are_bounded():
     aggregator, peers = make_aggregator(), dict.fromkeys((b"a", b"b", b"liar"), metric(2000))
     for step in range(100, 1000):  # a new step each time, none ahead of the run
         update(aggregator, START, peers, {b"liar": entries(metric(step))})
-    assert len(aggregator._peers[b"liar"].pending) == MAX_PENDING_STEPS
+    assert len(aggregator.peers[b"liar"].pending) == MAX_PENDING_STEPS
 
 
 # Property tests

@@ -74,7 +74,7 @@ def test_flood_of_keys_is_bounded_and_keeps_the_largest(tmp_path, monkeypatch):
     )
     assert len(counted.leaders) <= 20 and counted.leaders[0].samples == 100
     counted.record_names({})
-    assert len(counted._known) <= 20
+    assert len(counted.known) <= 20
 
 
 @pytest.mark.parametrize(

@@ -122,10 +122,10 @@ def test_when_an_evaluation_is_due(evaluated, epochs, options, is_due, monkeypat
     }
     monkeypatch.setattr(dht_records, "get_records", lambda _dht, key: {"run_training_progress": records}[key])
     loop = make_loop(**options)
-    loop._evaluate, loop.evaluated_step = Mock(), evaluated
-    loop._next_time = time.monotonic() + options.get("interval", 0.0)
+    loop.evaluate_newest, loop.evaluated_step = Mock(), evaluated
+    loop.next_time = time.monotonic() + options.get("interval", 0.0)
     loop.refresh()
-    assert loop._evaluate.called == is_due
+    assert loop.evaluate_newest.called == is_due
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def evaluate(tmp_path, caplog):
             torch.nn.init.constant_(model.bias, base)
             loop.evaluate_base()
         while losses:
-            loop._evaluate()
+            loop.evaluate_newest()
         return loop
 
     return evaluate
@@ -212,12 +212,12 @@ def test_state_of_the_monitor_is_evaluated_if_no_trainer_is_left(monkeypatch):
     clock = SimpleNamespace(monotonic=lambda: clock.now, now=100.0)
     monkeypatch.setattr(evaluation, "time", clock)
     loop = make_loop()
-    loop._evaluate = Mock()
+    loop.evaluate_newest = Mock()
     loop.refresh()
-    assert not loop._evaluate.called, "trainers may be about to join"
+    assert not loop.evaluate_newest.called, "trainers may be about to join"
     clock.now += 1000.0
     loop.refresh()
-    assert loop._evaluate.called
+    assert loop.evaluate_newest.called
 
 
 @pytest.mark.parametrize(("device", "number"), [("cuda", 1), ("cpu", 0)])
@@ -226,7 +226,7 @@ def test_memory_of_an_evaluation_is_given_back_to_other_programs(monkeypatch, de
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: calls.append("empty"))
     evaluator = SimpleNamespace(device=torch.device(device), evaluate=lambda *_: calls.append("evaluate"))
     averager = Mock(local_epoch=1, **{"download_state.return_value": ("donor", None, None)})
-    EvaluationLoop(Mock(), averager, Mock(), evaluator, Mock(), Mock(), Schedule(), 10.0)._evaluate()
+    EvaluationLoop(Mock(), averager, Mock(), evaluator, Mock(), Mock(), Schedule(), 10.0).evaluate_newest()
     assert calls == ["evaluate", *["empty"] * number]
 
 

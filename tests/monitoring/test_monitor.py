@@ -268,14 +268,14 @@ def test_a_break_does_not_delay_the_next_checkpoint(tmp_path, monkeypatch):
     now, averager = [0.0], FakeAverager(step=-1)
     monkeypatch.setattr(backoff.time, "monotonic", lambda: now[0])
     keeper, attempts = make_keeper(tmp_path, averager), []
-    monkeypatch.setattr(keeper, "_save", lambda *_steps: (attempts.append(now[0]), keeper.backoff.fail()))
+    monkeypatch.setattr(keeper, "save", lambda *_steps: (attempts.append(now[0]), keeper.backoff.fail()))
 
     def refresh(seconds: int, trainers: set[str]) -> list[float]:
         attempts.clear()
         for _ in range(0, seconds, 30):
             keeper.update(188, False, trainers)
-            if keeper._pending is not None:
-                keeper._pending.result(60)
+            if keeper.pending is not None:
+                keeper.pending.result(60)
             now[0] += 30
         return [at - now[0] + seconds for at in attempts]
 
@@ -395,7 +395,7 @@ def test_organiser_is_told_what_needs_a_person(tmp_path, stored, monkeypatch):
     disk.percent = 50.0
     stored["run_training_progress"] = {}
     clock.now += 599.0
-    monitor.aggregator._peers.clear()
+    monitor.aggregator.peers.clear()
     assert told() == []
     clock.now += 2.0
     assert told() == ["trainers: the run has had no trainer for 10 minutes"]

@@ -108,10 +108,10 @@ def test_page_is_public_but_not_its_token(tmp_path, url, capfd, caplog):
         assert server.check() is None, "nothing listens yet"
         page = wait_until(server.check, 120, "the page")
         assert requests.get(page, timeout=60).ok and caplog.messages == [f"Curves of the run: {page}"]
-        process = psutil.Process(server._process.pid)
+        process = psutil.Process(server.process.pid)
         assert process.nice() > psutil.Process().nice() and TOKEN not in " ".join(process.cmdline())
-        server._process.kill()
-        server._process.wait()
+        server.process.kill()
+        server.process.wait()
         wait_until(lambda: server.check() and len(caplog.messages) > 2, 120, "another server")
         assert re.search(r"trackio's server has ended with code -9; .*Trying again", caplog.messages[1])
         assert caplog.messages[2] == caplog.messages[0] and len(caplog.messages) == 3
@@ -123,9 +123,9 @@ def test_page_is_public_but_not_its_token(tmp_path, url, capfd, caplog):
             assert "write_token is required" in ask(url, "delete_run", token, project="my run", run="my run")["error"]
         assert "no attribute" in ask(url, "query_project", project="my run", query="select 1")["error"]
         if sys.platform == "linux":
-            assert psutil.Process(server._process.pid).rlimit(psutil.RLIMIT_DATA)[0] == 2**31
+            assert psutil.Process(server.process.pid).rlimit(psutil.RLIMIT_DATA)[0] == 2**31
         assert len(read_logs(url)) == 1
-        newest = server._process
+        newest = server.process
     assert newest.poll() is not None, "it ends with the monitor"
     assert TOKEN not in "".join(capfd.readouterr()) + caplog.text and not has_listener(url)
 
@@ -152,7 +152,7 @@ def test_server_has_no_secret_but_its_own(url, monkeypatch):
         monkeypatch.setenv(name, TOKEN)
     with contextlib.closing(PageServer(url.removeprefix("http://"), url)) as server:
         server.check()
-        child = psutil.Process(server._process.pid).environ()
+        child = psutil.Process(server.process.pid).environ()
     assert names & child.keys() == {"TRACKIO_WRITE_TOKEN"} and child["PATH"] == os.environ["PATH"]
 
 
@@ -162,7 +162,7 @@ def test_port_of_another_program_is_one_warning_and_no_page(url, caplog):
         with socket.create_server(("127.0.0.1", int(server.port))):
             for _ in range(2):
                 server.check()
-                server._process.wait(120)
+                server.process.wait(120)
             assert server.check() is None
             (warning,) = caplog.messages
             assert f"another program may use port {server.port}" in warning

@@ -173,7 +173,7 @@ def adopt(tmp_path, monkeypatch):
     """Return a function for the arguments of a trainer whose initial peer publishes these settings."""
 
     def adopt(published: RunConfig | None, *words: str) -> Entry:
-        monkeypatch.setattr(adoption, "_visit", lambda *_: published)
+        monkeypatch.setattr(adoption, "visit_run", lambda *_: published)
         return find_run_config(parse("--initial_peers", PUBLIC, "--output_dir", str(tmp_path), *words), stop=None)
 
     return adopt
@@ -208,7 +208,7 @@ def find_as_monitor(keys, tmp_path, monkeypatch):
                 raise published
             return published
 
-        monkeypatch.setattr(adoption, "_visit", visit)
+        monkeypatch.setattr(adoption, "visit_run", visit)
         address = f"/ip4/127.0.0.1/tcp/1/p2p/{id_of(via)}"
         line = ArgumentParser(MONITOR_ARGUMENTS, "test").parse(
             ["--initial_peers", address, "--output_dir", str(tmp_path), *words]

@@ -68,7 +68,7 @@ def adopt(monkeypatch, tmp_path) -> Callable[[dict, str, list[str]], Entry]:
 
     def adopt(run: dict, script: str, words: list[str]) -> Entry:
         config = RunConfig.sign(run, ORGANISER)
-        monkeypatch.setattr(adoption, "_visit", lambda *_args: config)
+        monkeypatch.setattr(adoption, "visit_run", lambda *_args: config)
         return find_run_config(parse(script, [*words, "--output_dir", str(tmp_path)]), stop=None)
 
     return adopt

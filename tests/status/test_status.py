@@ -172,7 +172,7 @@ def test_error_is_added_to_what_the_trainer_has_given(keeper, tmp_path, capsys):
 
 
 def test_progress_is_logged(keeper, caplog, tmp_path):
-    keeper._log_at = 0.0
+    keeper.log_at = 0.0
     caplog.set_level("INFO")
     keeper.optimizer.tracker.others = [SimpleNamespace(peer_id=b"", samples_per_second=1.0)] * 2
     assert keeper.update().loss is None
@@ -196,7 +196,7 @@ def test_trainer_that_needs_a_later_state_says_so(keeper, caplog, step, of_run, 
     keeper.optimizer.tracker.credible_step = of_run
     if has_worked:
         compute(keeper, 64)
-    keeper._log_at = 0.0
+    keeper.log_at = 0.0
     caplog.set_level("INFO")
     keeper.work()
     row = dict(describe_status(keeper.update()))["Next step"]
@@ -294,7 +294,7 @@ def test_volunteer_is_told_once_nothing_was_averaged_for_half_an_hour(keeper, mo
     monkeypatch.setattr(
         "cotrain.status.status_keeper.time", SimpleNamespace(monotonic=lambda: clock.now, time=time.time)
     )
-    keeper._alerts = SimpleNamespace(send=lambda kind, text: sent.append(kind))
+    keeper.alerts = SimpleNamespace(send=lambda kind, text: sent.append(kind))
 
     def pass_minutes(minutes: float) -> int:
         clock.now += 60 * minutes

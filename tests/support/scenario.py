@@ -179,8 +179,8 @@ class Monitor(Node):
     def refresh(self, step: int) -> None:
         """Do what a monitor does that reports a step, and wait until it is done."""
         self.look(step)
-        if self.keeper._pending is not None:
-            self.keeper._pending.result()
+        if self.keeper.pending is not None:
+            self.keeper.pending.result()
 
 
 class _PeerLog(logging.Handler):

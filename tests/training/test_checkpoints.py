@@ -251,8 +251,8 @@ def update(keeper: CheckpointKeeper, step: int) -> None:
     """Update a keeper with a step, and wait until its work is done."""
     keeper.backoff.reset()  # as if the pause after a failure were over
     keeper.update(step, False, {"one"})
-    if keeper._pending is not None:
-        keeper._pending.result()
+    if keeper.pending is not None:
+        keeper.pending.result()
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def update(keeper: CheckpointKeeper, step: int) -> None:
 def test_checkpoint_is_due_every_interval_and_when_trainers_leave(keeper, step, leaving, is_due):
     keeper.restore()  # there is none
     keeper.update(step, leaving, {"one"})
-    assert (keeper._pending is not None) == is_due
+    assert (keeper.pending is not None) == is_due
 
 
 def test_monitor_offers_its_newest_checkpoint_all_the_time(keeper, tmp_path, caplog):

@@ -78,10 +78,10 @@ def make_loop(tmp_path, monkeypatch, precision: str = "fp32", **training) -> tup
         param_groups=[{"params": list(session.model.parameters())}], zero_grad=session.model.zero_grad,
     )  # fmt: skip
     session.optimizer, session.status.optimizer = optimizer, optimizer
-    monkeypatch.setattr(session, "_report_steps", lambda: None)
+    monkeypatch.setattr(session, "report_steps", lambda: None)
     options = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, precision: True, **training}
     loop = TrainingLoop(session, make_arguments(tmp_path, options).training, torch.device("cpu"))
-    loop._micro_batches.sets_aside = True  # as on a GPU
+    loop.micro_batches.sets_aside = True  # as on a GPU
     return loop, steps
 
 
@@ -159,7 +159,7 @@ def test_gradient_without_a_dropped_micro_batch_is_the_mean_over_the_tokens_of_t
     if kind == "loop":
         gradients = []
         loop, _ = make_loop(tmp_path, monkeypatch, gradient_accumulation_steps=4, per_device_train_batch_size=1)
-        loop.model = loop._micro_batches.model = model
+        loop.model = loop.micro_batches.model = model
         optimizer = loop.session.optimizer
         optimizer.step = lambda: gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
         for number in order:
@@ -169,7 +169,7 @@ def test_gradient_without_a_dropped_micro_batch_is_the_mean_over_the_tokens_of_t
             tmp_path, PeerSampler(range(4), "peer", 0), model=model, samples=list(SAMPLES), task=task,
             per_device_train_batch_size=1, gradient_accumulation_steps=4,
         )  # fmt: skip
-        optimizer, trainer._micro_batches.sets_aside = trainer.optimizer, True
+        optimizer, trainer.micro_batches.sets_aside = trainer.optimizer, True
         optimizer.num_lost = 0
         trainer.train()
         gradients = trainer.gradients
@@ -181,7 +181,7 @@ def test_gradient_without_a_dropped_micro_batch_is_the_mean_over_the_tokens_of_t
 @pytest.mark.parametrize("failing", [3, 4])
 def test_gradscaler_survives_a_micro_batch_without_memory(tmp_path, monkeypatch, failing):
     loop, steps = make_loop(tmp_path, monkeypatch)
-    loop._scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    loop.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     losses = Losses(loop.model, failing, 5, 6)
     for _ in range(8):
         assert loop.train_on(BATCH, losses)
@@ -226,7 +226,7 @@ def test_trainer_of_transformers_drops_the_same_and_halves_the_same(tmp_path):
         )
         compute, calls, module = trainer.model.task.compute_loss, [], trainer.model
         optimizer, lost = trainer.optimizer, []
-        optimizer.num_lost, trainer._micro_batches.sets_aside = 0, True
+        optimizer.num_lost, trainer.micro_batches.sets_aside = 0, True
         optimizer.register_step_pre_hook(lambda given, *_, seen=lost: seen.append(given.num_lost))
 
         def fail(model, batch, calls=calls, failing=failing, compute=compute):
@@ -294,7 +294,7 @@ def test_four_bit_base_computes_in_the_precision_of_autocast(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
     monkeypatch.setattr(pretrained, "BitsAndBytesConfig", lambda **options: SimpleNamespace(**options))
-    assert pretrained._quantize()["quantization_config"].bnb_4bit_compute_dtype == torch.float16
+    assert pretrained.quantize()["quantization_config"].bnb_4bit_compute_dtype == torch.float16
 
 
 def test_module_on_the_cpu_beside_a_gpu_is_computed_in_float32(tmp_path, monkeypatch):
@@ -302,13 +302,14 @@ def test_module_on_the_cpu_beside_a_gpu_is_computed_in_float32(tmp_path, monkeyp
     monkeypatch.setattr("cotrain.training.hf_trainer.supports_bf16", lambda device: False)
     session = make_session(tmp_path, offered=None)
     loop = TrainingLoop(session, make_arguments(tmp_path).training, torch.device("cpu"))
-    assert not loop.autocast()._enabled and not loop._scaler.is_enabled()
+    with loop.autocast():
+        assert not torch.is_autocast_enabled("cpu") and not loop.scaler.is_enabled()
 
 
 def test_memory_of_a_dropped_micro_batch_is_free_before_the_next():
     """The traceback of the error keeps what the micro-batch has computed."""
     runner, kept = MicroBatches(torch.nn.Linear(1, 1), SimpleNamespace(num_lost=0), 4), []
-    runner._num_computed, runner.sets_aside, runner._free = 1, True, lambda: kept.append(activations())
+    runner.num_computed, runner.sets_aside, runner.free_memory = 1, True, lambda: kept.append(activations())
 
     def backward(batch: torch.Tensor, share: float) -> torch.Tensor:
         nonlocal activations

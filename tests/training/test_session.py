@@ -465,7 +465,7 @@ def test_run_that_ends_meanwhile_ends_a_paused_trainer(pausing, clock, monkeypat
 
 
 def test_trainer_that_starts_in_its_pause_computes_nothing_and_can_be_stopped(pausing, clock, monkeypatch):
-    monkeypatch.setattr(pausing, "_load_newest_state", lambda: True)
+    monkeypatch.setattr(pausing, "load_newest_state", lambda: True)
     pausing.optimizer.begin_at = lambda step, unsent: None
     pausing.should_stop = lambda: clock.now > 30.0
     with pytest.raises(SystemExit) as stopped:
