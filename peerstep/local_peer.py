@@ -95,7 +95,7 @@ class LocalPeer:
             _wait_until_ready(self.dht, time.monotonic() + startup_timeout, should_stop)
             set_run_clock(self.dht, first_peers)
         except Exception as error:
-            _end(self.dht)
+            end_dht(self.dht)
             if should_stop.is_set():
                 raise SystemExit(0) from None
             self.dht.check_invitation()
@@ -193,7 +193,7 @@ def _wait_until_ready(dht: DHT, deadline: float, should_stop: threading.Event) -
                 raise RuntimeError("the DHT process ended before it was ready") from None
 
 
-def _end(dht: DHT) -> None:
+def end_dht(dht: DHT) -> None:
     """End a DHT process that did not become ready, so that another one can start."""
     dht.join(2)  # after an error the process ends without a kill
     if dht.is_alive():

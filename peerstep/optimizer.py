@@ -195,13 +195,13 @@ class CollaborativeOptimizer(_Interface):
         if self.steps.needs_state(self.tracker.view()):
             logger.info("Out of sync with the collaboration")
             self.load_state_from_peers()
-        elif self._accumulate(self.batch_size_per_step if batch_size is None else batch_size):
+        elif self.accumulate(self.batch_size_per_step if batch_size is None else batch_size):
             self.steps.wait_for_step()
             self.model.apply_update()
         self.pace.begin_local_step()
         return loss
 
-    def _accumulate(self, num_samples: int) -> bool:
+    def accumulate(self, num_samples: int) -> bool:
         """Accumulate the gradients of the model; False if one has NaN or Inf."""
         if num_samples < 0:
             raise ValueError(f"batch_size must be at least 0, and is {num_samples}")

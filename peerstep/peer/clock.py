@@ -8,14 +8,14 @@ import multiprocessing
 import time
 
 # Seconds that this machine's clock lags behind the run's. In memory that processes forked later share.
-_offset = multiprocessing.RawValue("d", 0.0)
+offset = multiprocessing.RawValue("d", 0.0)
 
 
 def run_time() -> float:
     """Return the time of the run, as `time.time`."""
-    return time.time() + _offset.value
+    return time.time() + offset.value
 
 
-def correct_clock(offset: float) -> None:
+def correct_clock(seconds: float) -> None:
     """Set the seconds that this machine's clock lags behind the run's, in this process and those forked from it."""
-    _offset.value = offset
+    offset.value = seconds

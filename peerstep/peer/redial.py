@@ -46,7 +46,7 @@ class ClockJumps:
         self._number, self._warn_at = 0, time.monotonic() + self.WARN_SECONDS
 
 
-_jumps = ClockJumps()
+clock_jumps = ClockJumps()
 
 
 class BootstrapRedialer(PeriodicThread):
@@ -73,7 +73,7 @@ def set_run_clock(dht: DHT, initial_peers: Sequence[str]) -> bool:
     :returns: whether all initial peers answer
     """
     try:
-        call: Any = partial(_redial, maddrs=initial_peers)
+        call: Any = partial(dial_all, maddrs=initial_peers)
         offsets = dht.run_coroutine(call, return_future=True).result(timeout=4 * DIAL_TIMEOUT)  # pyright: ignore[reportAttributeAccessIssue]
     except Exception as error:
         logger.debug(f"Could not reach the initial peers: {error!r}")
@@ -85,11 +85,11 @@ def set_run_clock(dht: DHT, initial_peers: Sequence[str]) -> bool:
         offset = min(max(before + change, -MAX_CORRECTION), MAX_CORRECTION)
         correct_clock(offset)
         if abs(offset) > MAX_CLOCK_ERROR >= abs(before):  # once, whatever the initial peers answer later
-            _jumps.warn(before + change)
+            clock_jumps.warn(before + change)
     return None not in offsets
 
 
-async def _redial(_dht: DHT, node: RunNode, maddrs: Sequence[str]) -> list[float | None]:
+async def dial_all(_dht: DHT, node: RunNode, maddrs: Sequence[str]) -> list[float | None]:
     """Connect to each address and ping the peer, which then adds this peer to its routing table. In the DHT process.
 
     :returns: the seconds by which each peer's clock of the run is ahead of this peer's; None if it does not answer

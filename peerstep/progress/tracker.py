@@ -120,7 +120,7 @@ class ProgressTracker(threading.Thread):
         self._lock = threading.RLock()  # of `own` and `others`; never held while the DHT is read
         self._wake, self._stopped = threading.Event(), threading.Event()
         self._has_read = threading.Event()  # since the last call of `refresh`
-        self._read_at = 0.0  # `time.monotonic` of the next read
+        self.next_read_at = 0.0  # `time.monotonic` of the next read
         self._pending: tuple[MPFuture, float] | None = None  # result and start of the running read
 
     def view(self) -> View:
@@ -197,7 +197,7 @@ class ProgressTracker(threading.Thread):
     def refresh_in(self, seconds: float) -> None:
         """Schedule a read of the other peers' progress in `seconds`, unless an earlier one is scheduled."""
         with self._lock:
-            self._read_at = min(self._read_at, time.monotonic() + seconds)
+            self.next_read_at = min(self.next_read_at, time.monotonic() + seconds)
         self._wake.set()
 
     def refresh(self, timeout: float = READ_TIMEOUT) -> bool:
@@ -229,31 +229,31 @@ class ProgressTracker(threading.Thread):
         while not self._stopped.is_set():
             try:
                 if self.own.is_reporting and time.monotonic() >= self.own.report_at:
-                    self._report()
-                if self._pending is None and time.monotonic() >= self._read_at:
-                    self._begin_read()
-                if self._pending is not None and self._finish_read():
+                    self.publish_report()
+                if self._pending is None and time.monotonic() >= self.next_read_at:
+                    self.begin_read()
+                if self._pending is not None and self.finish_read():
                     self.on_refresh()
             except Exception as error:
                 logger.warning(f"Could not exchange progress with the other peers ({error!r}); trying again")
                 self._stopped.wait(1.0)
             due = self.own.report_at if self.own.is_reporting else math.inf
-            due = min(due, self._read_at if self._pending is None else time.monotonic() + POLL_SECONDS)
+            due = min(due, self.next_read_at if self._pending is None else time.monotonic() + POLL_SECONDS)
             self._wake.wait(min(max(0.0, due - time.monotonic()), 1.0))
             self._wake.clear()
 
-    def _report(self) -> None:
+    def publish_report(self) -> None:
         with self._lock:
             record = self.own.to_record(time.monotonic(), self.schema)
         store_record(self.dht, self.key, self._subkey, record, self.options.metadata_expiration)
 
-    def _begin_read(self) -> None:
+    def begin_read(self) -> None:
         now = time.monotonic()
-        self._read_at = now + self.options.default_refresh_period  # retry interval if the read fails
+        self.next_read_at = now + self.options.default_refresh_period  # retry interval if the read fails
         options = {"latest": True, "return_future": True, "members": self.others.members}
         self._pending = self.dht.get(self.key, **options), now  # pyright: ignore[reportAttributeAccessIssue]
 
-    def _finish_read(self) -> bool:
+    def finish_read(self) -> bool:
         """Take in the reports once the DHT has answered. Does not block: the thread must keep reporting.
 
         :returns: whether the reports were read
@@ -273,11 +273,11 @@ class ProgressTracker(threading.Thread):
             if not self._is_outdated:
                 is_apart = self.view().outranking is not None
                 self.others.num_reads_apart = self.others.num_reads_apart + 1 if is_apart else 0
-            self._read_at = now + (self.options.min_refresh_period if self._is_outdated else self._refresh_period())
+            self.next_read_at = now + (self.options.min_refresh_period if self._is_outdated else self.refresh_period())
         self._has_read.set()
         return True
 
-    def _refresh_period(self) -> float:
+    def refresh_period(self) -> float:
         view, options = self.view(), self.options
         if self.is_paused():
             return options.max_refresh_period

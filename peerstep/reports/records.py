@@ -120,7 +120,7 @@ class RunValidator(CompositeValidator):
         super().__init__(validators)
         self._lifetimes, self._buckets = lifetimes, buckets
         self._known: OrderedDict[bytes, None] = OrderedDict()
-        self._subkeys: dict[bytes, dict[bytes, float]] = defaultdict(dict)  # key -> subkey -> expiration
+        self.subkeys: dict[bytes, dict[bytes, float]] = defaultdict(dict)  # key -> subkey -> expiration
 
     def validate(self, record: DHTRecord) -> bool:
         try:
@@ -153,10 +153,10 @@ class RunValidator(CompositeValidator):
         return True
 
     def _has_room(self, record: DHTRecord) -> bool:
-        known = self._subkeys[record.key]
+        known = self.subkeys[record.key]
         if record.subkey not in known and len(known) >= self.MAX_SUBKEYS:
             now = run_time()
-            known = self._subkeys[record.key] = {other: end for other, end in known.items() if end >= now}
+            known = self.subkeys[record.key] = {other: end for other, end in known.items() if end >= now}
             if len(known) >= self.MAX_SUBKEYS:
                 return False
         known[record.subkey] = max(record.expiration_time, known.get(record.subkey, 0.0))

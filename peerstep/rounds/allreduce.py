@@ -221,7 +221,7 @@ class AllReduce:
         """Send this peer's values to a member that reduces them, and receive the averages."""
         try:
             async with asyncio.timeout(self.reducer_timeout):
-                stream = await self.get_stub(remote.peer_id).rpc_aggregate_part(self._outgoing(remote))
+                stream = await self.get_stub(remote.peer_id).rpc_aggregate_part(self.outgoing(remote))
             async with aclosing(stream):  # see SafeAverager._keep_stream_open
                 for part in remote.answers:
                     async with asyncio.timeout(self.reducer_timeout):
@@ -235,7 +235,7 @@ class AllReduce:
         except Exception as error:
             logger.debug(f"{remote.peer_id} did not send all averages: {error!r}")
 
-    async def _outgoing(self, remote: _Remote) -> AsyncIterator[averaging_pb2.AveragingData]:
+    async def outgoing(self, remote: _Remote) -> AsyncIterator[averaging_pb2.AveragingData]:
         """Compress this peer's values for a reducer. The number of a part is in the field `chunks`.
 
         The first message has none: on a slow link the reducer knows of its sender before the first part has arrived.

@@ -103,7 +103,7 @@ class RoundAverager(SafeAverager):
             next_chunk_timeout=max(options.matchmaking_time, options.averaging_timeout / 4),
             **kwargs,
         )
-        self._own = OwnRounds(self.allreduce_kwargs["reducer_timeout"])
+        self.own_rounds = OwnRounds(self.allreduce_kwargs["reducer_timeout"])
         self.matchmaking_kwargs |= {"private_key": private_key}
         size = options.target_group_size  # by which each member deals the groups
         names = (type(compression).__name__ for compression in compressions)
@@ -132,7 +132,7 @@ class RoundAverager(SafeAverager):
         trigger, cancel = MPFuture(), MPFuture()
         control.attach(trigger, cancel)
         future_for_init.set_result((trigger, cancel))
-        work = asyncio.create_task(self._run_round(control))
+        work = asyncio.create_task(self.run_round(control))
         cancelled = asyncio.create_task(control.wait_for_cancel())
         await asyncio.wait({work, cancelled}, return_when=asyncio.FIRST_COMPLETED)
         work.cancel()
@@ -145,38 +145,38 @@ class RoundAverager(SafeAverager):
             else:
                 control.set_result(outcome)
 
-    async def _run_round(self, control: RoundControl) -> RoundResult:
+    async def run_round(self, control: RoundControl) -> RoundResult:
         started, matchmaking, group = time.monotonic(), self._matchmaking, None
         control.stage = AveragingStage.LOOKING_FOR_GROUP
-        self._own.search()
+        self.own_rounds.search()
         try:
             try:
                 async with asyncio.timeout(control.deadline - run_time()):  # the all-reduce has a separate one
                     group = await matchmaking.look_for_group(control)
                     missed, leader, found = matchmaking.missed, matchmaking.led_by, time.monotonic()
                     self._split_at = control.step if matchmaking.is_split else self._split_at
-                    self._own.expect(group.group_id)
+                    self.own_rounds.expect(group.group_id)
                     control.stage = AveragingStage.AWAITING_TRIGGER
                     await control.wait_for_trigger()
             except TimeoutError:
                 raise TimeoutError("no group was found") from None
             begun = time.monotonic()
             control.stage = AveragingStage.RUNNING_ALLREDUCE
-            result = await self._average_in_group(control, group, leader)
+            result = await self.average_in_group(control, group, leader)
         finally:
             if group is not None:
-                self._own.end(group.group_id)
+                self.own_rounds.end(group.group_id)
         seconds = {"matchmaking": found - started, "waiting": begun - found, "allreduce": time.monotonic() - begun}
         return replace(result, missed=missed, seconds=seconds)
 
-    async def _average_in_group(self, control: RoundControl, group: GroupInfo, leader: PeerID) -> RoundResult:
+    async def average_in_group(self, control: RoundControl, group: GroupInfo, leader: PeerID) -> RoundResult:
         standing = Standing([parse_claims(gathered) for gathered in group.gathered])
         own = group.peer_ids.index(self.peer_id)
         weight = 0.0 if standing.lacking[own] else control.weight
         runner = self._build_runner(control.step, group, standing, weight)
         self.claim.adapt(runner.reducer.delivery)
         meter = UplinkMeter()
-        self._own.begin(runner)
+        self.own_rounds.begin(runner)
         try:
             await runner.run()
         finally:
@@ -210,9 +210,9 @@ class RoundAverager(SafeAverager):
         return AllReduce(
             peer_id=self.peer_id,
             group_id=group.group_id,
-            parts=self._cut(step, group, standing, shares, weight),
+            parts=self.cut_parts(step, group, standing, shares, weight),
             get_stub=lambda peer_id: self.get_stub(self._p2p, peer_id, namespace=self.prefix),
-            bounds=self._make_bounds(weight, standing.distances[own], standing.trusted[own]),
+            bounds=self.make_bounds(weight, standing.distances[own], standing.trusted[own]),
             sender_timeout=timeouts["sender_timeout"],
             reducer_timeout=timeouts["reducer_timeout"],
             timeout=self._allreduce_timeout,
@@ -220,7 +220,7 @@ class RoundAverager(SafeAverager):
             upload=self.claim.pace(reduces=shares[own] > 0),
         )
 
-    def _cut(
+    def cut_parts(
         self, step: int, group: GroupInfo, standing: Standing, shares: Sequence[int], weight: float
     ) -> dict[PeerID, list[Part]]:
         """Cut gradients, and parameters if the round has some, into the parts that each member reduces or gives."""
@@ -241,7 +241,7 @@ class RoundAverager(SafeAverager):
             cuts.append(cut_parameters(given, takers=takers))
         return {peer_id: list(chain(*of_peer)) for peer_id, *of_peer in zip(group.peer_ids, *cuts, strict=True)}
 
-    def _make_bounds(self, weight: float, distance: float, counts: bool) -> Bounds:
+    def make_bounds(self, weight: float, distance: float, counts: bool) -> Bounds:
         """Return the bounds for a round.
 
         :param weight, distance, counts: samples of this peer, updates that its parameters lack, and whether they count
@@ -277,7 +277,7 @@ class RoundAverager(SafeAverager):
             silent=runner.silent_reducers(),
             confirming=runner.confirming,
             # A member reduces nothing, as a client, or this peer sends it none: it cannot refuse, but asks here.
-            refusing=runner.refusing | self._own.senders_elsewhere(),
+            refusing=runner.refusing | self.own_rounds.senders_elsewhere(),
             answering=runner.answering,
         )
 
@@ -301,5 +301,5 @@ class RoundAverager(SafeAverager):
         self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
     ) -> AsyncIterator[averaging_pb2.AveragingData]:
         """Receive a member's part of the tensors, possibly before this peer's round has begun."""
-        async for message in self._keep_stream_open(self._own.answer(stream, context.remote_id)):
+        async for message in self._keep_stream_open(self.own_rounds.answer(stream, context.remote_id)):
             yield message

@@ -27,7 +27,7 @@ class Conduct:
     def __init__(self, peer_id: PeerID, describe: Callable[[PeerID], str] = str):
         self.peer_id, self.describe = peer_id, describe
         self._banned: TimedStorage[PeerID, None] = TimedStorage()
-        self._silences: Counter[PeerID] = Counter()  # consecutive rounds in which a reducer answered nothing
+        self.silences: Counter[PeerID] = Counter()  # consecutive rounds in which a reducer answered nothing
         self._silent: TimedStorage[PeerID, None] = TimedStorage()
         self._small: Counter[PeerID] = Counter()  # consecutive groups of a leader that had too few peers
         self._left_out: TimedStorage[PeerID, None] = TimedStorage()  # leaders of false groups
@@ -87,7 +87,7 @@ class Conduct:
         if leader != self.peer_id and 2 * len(others.intersection(confirming)) < len(others):
             return
         for peer_id in members:
-            self._silences[peer_id] = self._silences[peer_id] + 1 if peer_id in silent else 0
-            if self._silences[peer_id] >= MAX_SILENCES:
+            self.silences[peer_id] = self.silences[peer_id] + 1 if peer_id in silent else 0
+            if self.silences[peer_id] >= MAX_SILENCES:
                 self._silent.store(peer_id, None, run_time() + SPARE_SECONDS)
-        self._silences += Counter()
+        self.silences += Counter()

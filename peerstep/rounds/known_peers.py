@@ -59,19 +59,19 @@ class KnownPeers:
         self._signed_at = max(run_time(), math.nextafter(self._signed_at, math.inf))  # a clock may be set back
         claims = replace(parse_claims(packed), asked_at=self._signed_at, silent=tags)
         assert self.private_key is not None
-        return sign(self.private_key, self._scope(self.peer_id, step, leader), claims.pack())
+        return sign(self.private_key, self.scope_of(self.peer_id, step, leader), claims.pack())
 
     def has_signed(self, peer_id: PeerID, step: int, leader: PeerID, entry: bytes) -> bool:
         """Return whether a peer has signed an entry, with the key from which its peer ID follows."""
         with suppress(ValueError):
-            return signer_of(entry[-KEY_BYTES:]) == peer_id and verify(self._scope(peer_id, step, leader), entry)
+            return signer_of(entry[-KEY_BYTES:]) == peer_id and verify(self.scope_of(peer_id, step, leader), entry)
         return False
 
     def are_mostly_known(self, peer_ids: Collection[PeerID]) -> bool:
         """Whether a third at most are strangers. A report may be late, or be shown to one reader only."""
         return 3 * len({*peer_ids} - {self.peer_id, *self.public_keys}) <= len(peer_ids)
 
-    def _scope(self, peer_id: PeerID, step: int, leader: PeerID) -> bytes:
+    def scope_of(self, peer_id: PeerID, step: int, leader: PeerID) -> bytes:
         return MSGPackSerializer.dumps([self.run, step, leader.to_bytes(), peer_id.to_bytes()])
 
     def check_list(self, entries: Mapping[PeerID, bytes], step: int, leader: PeerID, own: bytes) -> None:

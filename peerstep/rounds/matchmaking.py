@@ -102,16 +102,16 @@ class StepMatchmaking(Matchmaking):
 
     def __init__(self, p2p: P2P, schema_hash: bytes, dht: DHT, *, private_key: RSAPrivateKey | None = None, **kwargs):
         super().__init__(p2p, schema_hash, dht, **kwargs)
-        self._known = KnownPeers(self.peer_id, private_key, self._prefix.encode() + schema_hash)
+        self.known = KnownPeers(self.peer_id, private_key, self._prefix.encode() + schema_hash)
         self.conduct = Conduct(self.peer_id, getattr(dht, "describe", str))
-        self.requests = JoinRequests(schema_hash, self.client_mode, self._known, self.conduct)
+        self.requests = JoinRequests(schema_hash, self.client_mode, self.known, self.conduct)
         self.led_by = self.peer_id  # leader of the last group
         self.is_split = False  # whether its list had other groups
         self.roster: dict[PeerID, RosterEntry] = {}
         self.missed: dict[PeerID, str] = {}  # peers of the roster that are not in the last group, and why
         # Peers that most members of the last list call silent. They have no share, so they cannot answer
         self._called_silent: set[PeerID] = set()
-        self._absences: Counter[PeerID] = Counter()  # consecutive rounds that a peer has missed
+        self.absences: Counter[PeerID] = Counter()  # consecutive rounds that a peer has missed
         # Those of the newest groups; who returns, as after a partition, is not missed before it was in one
         self._lists: deque[Collection[PeerID]] = deque(maxlen=MAX_ABSENCES)
 
@@ -121,9 +121,9 @@ class StepMatchmaking(Matchmaking):
         """Replace the peers that may take part in the next round, including this peer."""
         before = self.roster
         self.roster = {entry.peer_id: entry for entry in entries}
-        self._known.update({peer_id: entry.public_key for peer_id, entry in (before | self.roster).items()})
-        for peer_id in self._absences.keys() - self._known.public_keys:
-            del self._absences[peer_id]
+        self.known.update({peer_id: entry.public_key for peer_id, entry in (before | self.roster).items()})
+        for peer_id in self.absences.keys() - self.known.public_keys:
+            del self.absences[peer_id]
 
     # Search for a group
 
@@ -132,7 +132,7 @@ class StepMatchmaking(Matchmaking):
         async with self.lock_looking_for_group:
             search = Search(control)
             while True:
-                leader, group = self._choose_leader(search), None
+                leader, group = self.choose_leader(search), None
                 if leader == self.peer_id:
                     group = self._lead(search)
                 elif leader is not None:
@@ -148,10 +148,10 @@ class StepMatchmaking(Matchmaking):
         reasons = {peer_id: reason for peer_id, (_, reason) in search.failures.items()}
         reasons |= {peer_id: "banned" for peer_id in missed if self.conduct.is_banned(peer_id)}
         self.missed = {peer_id: reasons.get(peer_id, "did not ask to join") for peer_id in missed}
-        self._absences.update(missed)
+        self.absences.update(missed)
         self._lists.append(search.listed)
         for peer_id in search.listed:
-            self._absences.pop(peer_id, None)
+            self.absences.pop(peer_id, None)
 
     def _candidates(self, search: Search) -> list[PeerID]:
         """Return the peers that may lead, best first. Peers new to the run may lead only if there are no others."""
@@ -163,7 +163,7 @@ class StepMatchmaking(Matchmaking):
         step = search.control.step
         return sorted((entry.peer_id for entry in established or nodes), key=lambda peer_id: rank(step, peer_id))
 
-    def _choose_leader(self, search: Search) -> PeerID | None:
+    def choose_leader(self, search: Search) -> PeerID | None:
         """Return the best candidate that has not failed to answer; None if there is none at the moment.
 
         Candidates that have failed are asked again after RETRY_SECONDS, unless other peers wait for this one to begin.
@@ -193,7 +193,7 @@ class StepMatchmaking(Matchmaking):
         is_complete = not self._expected(search) - joined.keys()
         seconds = 0.0 if is_complete else self.min_matchmaking_time
         is_due = bool(joined) and search.seconds_due() >= seconds
-        return self._assemble(search, joined) if is_due and self._are_enough(search, joined, LEADER_MARGIN) else None
+        return self.assemble(search, joined) if is_due and self._are_enough(search, joined, LEADER_MARGIN) else None
 
     def _are_enough(self, search: Search, peer_ids: Collection[PeerID], margin: float = 0.0) -> bool:
         """Return whether few of the expected peers are missing, or the step was due long ago: they will not come.
@@ -213,13 +213,13 @@ class StepMatchmaking(Matchmaking):
         """
         present = {peer_id for peer_id, entry in self.roster.items() if not entry.is_away} - {self.peer_id}
         present = {peer_id for peer_id in present if not self.conduct.is_banned(peer_id)}
-        absences = {peer_id: self._absences[peer_id] for peer_id in present}
+        absences = {peer_id: self.absences[peer_id] for peer_id in present}
         absent = {peer_id for peer_id, number in absences.items() if number >= MAX_ABSENCES}
         if 2 * len(absent) > len(present):
             absent = {peer_id for peer_id in absent if absences[peer_id].bit_count() > 1}
         return present - absent - search.failures.keys()
 
-    def _assemble(self, search: Search, joined: dict[PeerID, Request]) -> GroupInfo:
+    def assemble(self, search: Search, joined: dict[PeerID, Request]) -> GroupInfo:
         """Tell the peers that have asked who else has. Return this peer's group, see `deal`."""
         entries = {peer_id: request.entry for peer_id, request in joined.items()}
         entries[self.peer_id] = self._sign(search.control, self.peer_id)
@@ -229,7 +229,7 @@ class StepMatchmaking(Matchmaking):
 
     def _deal(self, search: Search, entries: Mapping[PeerID, bytes], leader: PeerID) -> GroupInfo:
         claims = {peer_id: parse_claims(entry[:-PROOF_BYTES]) for peer_id, entry in entries.items()}
-        self._known.record_members(leader, claims)
+        self.known.record_members(leader, claims)
         search.listed, self.led_by = claims.keys(), leader
         self._called_silent = called_silent(claims)
         groups = deal(search.control.step, claims, self.target_group_size)
@@ -237,7 +237,7 @@ class StepMatchmaking(Matchmaking):
         return next(group for group in groups if self.peer_id in group)
 
     def _sign(self, control: RoundControl, leader: PeerID) -> bytes:
-        return self._known.sign(control.data_for_gather, control.step, leader, self.conduct.silent)
+        return self.known.sign(control.data_for_gather, control.step, leader, self.conduct.silent)
 
     async def _follow(self, search: Search, leader: PeerID, redirected: bool = False) -> GroupInfo | None:
         """Ask a peer to lead and wait until it begins; None if it does not."""
@@ -315,14 +315,14 @@ class StepMatchmaking(Matchmaking):
         """
         try:
             entries = parse_list(message)
-            self._known.check_list(entries, search.control.step, leader, own)
+            self.known.check_list(entries, search.control.step, leader, own)
         except ValueError as error:
             search.given_up.add(leader)
             self.conduct.leave_out(leader, f"formed a false group for step #{search.control.step} ({error})")
             return None
         is_small = not self._are_enough(search, entries)
         self.conduct.record_group(leader, len(entries), is_small)
-        if not is_small and self._known.are_mostly_known(entries):
+        if not is_small and self.known.are_mostly_known(entries):
             return self._deal(search, entries, leader)
         fault = "without most others" if is_small else "with many strangers"
         logger.info(f"{leader} formed a group of {len(entries)} {fault}: asking another peer to lead")

@@ -28,9 +28,9 @@ class OwnRounds:
         self._reducer_timeout = reducer_timeout
         # Group ID -> this peer's round, which is None if it was cancelled; None: it has ended
         self._rounds: dict[bytes, asyncio.Future[AllReduce | None] | None] = {}
-        self._refused: deque[tuple[bytes, PeerID]] = deque(maxlen=256)  # group ID, and sender of a refused part
+        self.refused: deque[tuple[bytes, PeerID]] = deque(maxlen=256)  # group ID, and sender of a refused part
         self._elsewhere: deque[tuple[bytes, PeerID]] = deque(maxlen=256)  # the same of unknown groups in this round
-        self._waiting: Counter[PeerID] = Counter()  # streams of unknown groups
+        self.waiting: Counter[PeerID] = Counter()  # streams of unknown groups
 
     def search(self) -> None:
         """Record that the search for the next group begins."""
@@ -45,7 +45,7 @@ class OwnRounds:
         begins = self._rounds[runner.group_id]
         assert begins is not None
         begins.set_result(runner)
-        for group_id, sender in self._refused:
+        for group_id, sender in self.refused:
             if group_id == runner.group_id:
                 runner.reducer.drop_unstarted(sender)
 
@@ -72,7 +72,7 @@ class OwnRounds:
             async for message in runner.reducer.answer(sender, stream):
                 yield message
         else:
-            self._refused.append((request.group_id, sender))
+            self.refused.append((request.group_id, sender))
             yield averaging_pb2.AveragingData(code=averaging_pb2.BAD_GROUP_ID)
 
     async def _await_round(self, group_id: bytes, sender: PeerID) -> AllReduce | None:
@@ -81,9 +81,9 @@ class OwnRounds:
         # receive it.
         if group_id not in self._rounds:
             self._elsewhere.append((group_id, sender))
-            if self._waiting[sender] >= MAX_WAITING_STREAMS or self._waiting.total() >= MAX_WAITING_STREAMS_OF_ALL:
+            if self.waiting[sender] >= MAX_WAITING_STREAMS or self.waiting.total() >= MAX_WAITING_STREAMS_OF_ALL:
                 return None
-            self._waiting[sender] += 1
+            self.waiting[sender] += 1
             try:
                 async with asyncio.timeout(UNKNOWN_SECONDS):
                     while group_id not in self._rounds:
@@ -91,7 +91,7 @@ class OwnRounds:
             except TimeoutError:
                 return None
             finally:
-                self._waiting -= Counter({sender: 1})
+                self.waiting -= Counter({sender: 1})
         if (begins := self._rounds.get(group_id)) is None:
             return None
         await asyncio.wait({begins}, timeout=self._reducer_timeout)

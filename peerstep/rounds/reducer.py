@@ -297,7 +297,7 @@ class Reducer:
             return None  # the parameters of this peer do not count, and no others have come
         elif sums.total is None or part.weight > MIN_WEIGHT:
             sums.add(part.own, part.weight)
-        self._add_held(sums)
+        self.add_held(sums)
         values = sums.total.div_(sums.weight)  # pyright: ignore[reportOptionalMemberAccess]
         if not part.is_gradient:
             return part.output.copy_(values)  # a view: the values of all parts are as large as it
@@ -305,7 +305,7 @@ class Reducer:
         part.output.copy_(await loop.run_in_executor(None, deserialize_torch_tensor, message))
         return message
 
-    def _add_held(self, sums: _Sum) -> None:
+    def add_held(self, sums: _Sum) -> None:
         """Add the gradients, scaled down where weight or norm is too large compared with the others'."""
         if not sums.held:
             return

@@ -38,17 +38,17 @@ class JoinRequests:
     """Holds and answers the requests of other peers."""
 
     def __init__(self, schema_hash: bytes, client_mode: bool, known: KnownPeers, conduct: Conduct):
-        self._schema_hash, self._client_mode, self._known, self._conduct = schema_hash, client_mode, known, conduct
+        self._schema_hash, self._client_mode, self.known, self.conduct = schema_hash, client_mode, known, conduct
         self.finished_step = -1  # newest step for which this peer searches no group any more
         self.following: tuple[int, PeerID] | None = None  # step, and the leader that has accepted this peer
-        self._requests: dict[PeerID, Request] = {}
+        self.held: dict[PeerID, Request] = {}
         # Times of the first requests of peers, for KNOWN_SECONDS
         self._first_asked: TimedStorage[PeerID, float] = TimedStorage(maxsize=MAX_HELD_REQUESTS)
 
     def finish(self, step: int) -> None:
         """Refuse requests for step `step` and earlier steps from now on. `step` may be lower than before."""
         self.finished_step = step
-        for request in self._requests.values():
+        for request in self.held.values():
             if request.step <= step and not request.answer.done():
                 request.answer.set_result(None)
 
@@ -60,19 +60,19 @@ class JoinRequests:
         """
         now = time.monotonic()
         new = {peer_id for peer_id, asked in self._first_asked.items() if now < asked.value + STRANGER_SECONDS}
-        counted = self._requests.keys() & {*new, *self._known.public_keys}
-        return min((self._requests[peer_id].step for peer_id in counted), default=-1)
+        counted = self.held.keys() & {*new, *self.known.public_keys}
+        return min((self.held[peer_id].step for peer_id in counted), default=-1)
 
     def for_step(self, step: int) -> dict[PeerID, Request]:
         """Return the requests for a step. Those of strangers wait until this peer has read their report."""
         joined = {}
-        for peer_id, request in self._requests.items():
-            if request.step != step or request.answer.done() or self._conduct.is_banned(peer_id):
+        for peer_id, request in self.held.items():
+            if request.step != step or request.answer.done() or self.conduct.is_banned(peer_id):
                 continue
             asked_at = parse_claims(request.entry[:-PROOF_BYTES]).asked_at
             # Half of the time: the members' clocks may differ from this one
-            is_fresh = self._known.is_fresh(self._known.peer_id, peer_id, asked_at, STALE_SECONDS / 2)
-            if is_fresh and peer_id in self._known.public_keys:
+            is_fresh = self.known.is_fresh(self.known.peer_id, peer_id, asked_at, STALE_SECONDS / 2)
+            if is_fresh and peer_id in self.known.public_keys:
                 joined[peer_id] = request
         return joined
 
@@ -84,7 +84,7 @@ class JoinRequests:
         if request.schema_hash != self._schema_hash:
             return averaging_pb2.BAD_SCHEMA_HASH
         is_large = request.ByteSize() > MAX_REQUEST_BYTES  # with unknown fields; it is kept while it waits
-        if is_large or self._conduct.is_banned(peer_id) or self._client_mode or peer_id == self._known.peer_id:
+        if is_large or self.conduct.is_banned(peer_id) or self._client_mode or peer_id == self.known.peer_id:
             return averaging_pb2.PROTOCOL_VIOLATION
         try:
             parse_claims(request.gather[:-PROOF_BYTES])
@@ -92,10 +92,10 @@ class JoinRequests:
             return averaging_pb2.PROTOCOL_VIOLATION  # it would make the round fail at all members
         if step <= self.finished_step:
             return averaging_pb2.NOT_LOOKING_FOR_GROUP
-        if not self._known.has_signed(peer_id, step, self._known.peer_id, request.gather):
+        if not self.known.has_signed(peer_id, step, self.known.peer_id, request.gather):
             return averaging_pb2.PROTOCOL_VIOLATION
-        is_known = peer_id in self._requests or peer_id in self._known.public_keys
-        if len(self._requests) >= MAX_HELD_REQUESTS and not is_known:
+        is_known = peer_id in self.held or peer_id in self.known.public_keys
+        if len(self.held) >= MAX_HELD_REQUESTS and not is_known:
             return averaging_pb2.GROUP_IS_FULL
         return None
 
@@ -110,9 +110,9 @@ class JoinRequests:
         step = int(request.group_key)  # as `refuse` has checked
         loop = asyncio.get_running_loop()
         entry = Request(step, request.gather, loop.create_future(), loop.create_future())
-        if (before := self._requests.get(peer_id)) is not None and not before.answer.done():
+        if (before := self.held.get(peer_id)) is not None and not before.answer.done():
             before.answer.set_result(None)
-        self._requests[peer_id] = entry
+        self.held[peer_id] = entry
         if peer_id not in self._first_asked:
             self._first_asked.store(peer_id, time.monotonic(), run_time() + KNOWN_SECONDS)
         if self.following is not None and self.following[0] == step:
@@ -135,5 +135,5 @@ class JoinRequests:
                 suggested = answer.to_bytes() if answer else b""
                 yield averaging_pb2.MessageFromLeader(code=code, suggested_leader=suggested)
         finally:
-            if self._requests.get(peer_id) is entry:
-                del self._requests[peer_id]
+            if self.held.get(peer_id) is entry:
+                del self.held[peer_id]

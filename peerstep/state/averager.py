@@ -99,11 +99,11 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         self.download_timeout, self.donor_timeout = download_timeout, donor_timeout
         self.credible_step = credible_step
         self.must_agree = False  # whether a download without most trainers' consent is none: it is to be published
-        self._copy: StoredMessages | None = None  # see copy_state
+        self.newest_copy: StoredMessages | None = None  # see copy_state
         self._copy_lock, self._is_copy_outdated = threading.Lock(), False
         self._next_copy_at, self._num_restored = 0.0, 0  # time.monotonic
         self._downloads: set = set()  # tasks, in the averager's process
-        self._uploads: Counter[PeerID] = Counter()  # in the averager's process
+        self.uploads: Counter[PeerID] = Counter()  # in the averager's process
         self._turns: dict[PeerID, tuple] = {}  # of peers that wait for a digest, in the averager's process
         self._answered: Counter[PeerID] = Counter()  # digests by peer since `_counted_at`
         self._counted_at = self._next_digest_at = self._digest_seconds = 0.0
@@ -146,7 +146,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         with self._changing_to(position.step):
             self.layout.copy_from(tensors)
             self.local_epoch, self.marks = position.step, position.marks
-            self._copy, self._num_restored = None, self._num_restored + 1  # it may be of another history
+            self.newest_copy, self._num_restored = None, self._num_restored + 1  # it may be of another history
         if self.offload_optimizer:
             self._apply_optimizer_parameters_()
 
@@ -165,7 +165,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         with self.lock_optimizer, self.lock_averaged_tensors, torch.no_grad():
             self._is_copy_outdated = True
             if time.monotonic() >= self._next_copy_at:
-                self._copy = None
+                self.newest_copy = None
             yield
             self._set_schedule(step)
             self.applied_step = step
@@ -216,19 +216,19 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         with self._copy_lock:
             with self.frozen_state() as (metadata, tensors):
                 began, history = time.monotonic(), self._num_restored
-                if self._copy is not None and (not self._is_copy_outdated or began < self._next_copy_at):
-                    return self._copy
+                if self.newest_copy is not None and (not self._is_copy_outdated or began < self._next_copy_at):
+                    return self.newest_copy
                 tensors = [tensor.clone() for tensor in tensors]
                 self._is_copy_outdated = False
-            copy = StoredMessages(self._serialize(metadata, tensors), self.folder)
+            copy = StoredMessages(self.to_messages(metadata, tensors), self.folder)
             ended = time.monotonic()
             pause = 0.0 if ended - began < self.FREE_COPY_SECONDS else (ended - began) / self.COPY_SHARE
             with self.lock_optimizer:
                 if history == self._num_restored:
-                    self._copy, self._next_copy_at = copy, ended + pause
+                    self.newest_copy, self._next_copy_at = copy, ended + pause
             return copy
 
-    def _serialize(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> Iterator[bytes]:
+    def to_messages(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> Iterator[bytes]:
         """Yield a state as the messages of a download.
 
         Second moments, which the optimizer names, are sent as their roots: most are below 6e-8, and would become 0 in
@@ -258,10 +258,10 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
     ) -> AsyncIterator[averaging_pb2.DownloadData]:
         """Send the state. Empty messages keep a reader waiting while a copy is made."""
         reader = context.remote_id
-        is_busy = self._uploads[reader] >= self.MAX_UPLOADS or self._uploads.total() >= self.MAX_UPLOADS_OF_ALL
+        is_busy = self.uploads[reader] >= self.MAX_UPLOADS or self.uploads.total() >= self.MAX_UPLOADS_OF_ALL
         if is_busy or not self.allow_state_sharing:
             return
-        self._uploads[reader] += 1
+        self.uploads[reader] += 1
         copying = asyncio.ensure_future(self._get_current_state_from_host_process())
         try:
             async with asyncio.timeout(self.MAX_COPY_SECONDS):
@@ -270,11 +270,11 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
             async with asyncio.timeout(self.READER_GRACE) as limit:
                 async for message in self._keep_stream_open(_parse_all(copying.result()[2])):
                     yield message
-                    rate = self.BUSY_RATE if self._uploads.total() > self.MAX_UPLOADS_OF_ALL / 2 else self.LEAST_RATE
+                    rate = self.BUSY_RATE if self.uploads.total() > self.MAX_UPLOADS_OF_ALL / 2 else self.LEAST_RATE
                     limit.reschedule(limit.when() + len(message.tensor_part.buffer) / rate)  # pyright: ignore[reportOptionalOperand]
         finally:
             copying.cancel()
-            self._uploads -= Counter({reader: 1})
+            self.uploads -= Counter({reader: 1})
 
     async def rpc_compare_state(
         self, request: averaging_pb2.DownloadData, context: P2PContext
@@ -298,7 +298,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
             began, self._next_digest_at = time.monotonic(), math.inf
             self._answered[reader] += 1
             try:
-                return await asyncio.to_thread(self._digest, request.metadata)
+                return await asyncio.to_thread(self.compute_digest, request.metadata)
             finally:
                 self._next_digest_at = began + self._digest_seconds / self.DIGEST_SHARE
         except TimeoutError:
@@ -306,7 +306,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         finally:
             del self._turns[reader]
 
-    def _digest(self, seed: bytes) -> averaging_pb2.DownloadData:
+    def compute_digest(self, seed: bytes) -> averaging_pb2.DownloadData:
         """Return the digest of the current state; ValueError for a malformed seed."""
         began, step = time.thread_time(), math.ceil(self.state_sharing_priority)  # `applied_step` is another process's
         sums = fold(self.layout.groups(self.layout.tensors()), seed)

@@ -88,7 +88,7 @@ class StateDownload:
         self._before: dict[PeerID, asyncio.Task] = {}  # what voters say at the start of the download
         self._first_seed = os.urandom(SEED_BYTES)  # of that; it tells how far they move meanwhile
         self._contradicted: State | None = None
-        self._told_credible_step = self._may_retry = self._believes_all = self._asks_again = False
+        self._told_credible_step = self._may_retry = self.believes_all = self._asks_again = False
 
     async def run(self) -> State | None:
         """Return a donor's peer ID, metadata and tensors."""
@@ -106,7 +106,7 @@ class StateDownload:
 
     async def _ask_all(self) -> State | None:
         """Ask each donor once. Sets `_may_retry` after a failure that may be temporary, such as a lost connection."""
-        self._may_retry = self._told_credible_step = self._believes_all = self._asks_again = False
+        self._may_retry = self._told_credible_step = self.believes_all = self._asks_again = False
         self._slow.clear()
         offers, reports = await asyncio.gather(self._read("state_averager.all_averagers"), self._read_reports())
         if self._may_retry:  # without the reports, anybody that offers a state would vote
@@ -125,7 +125,7 @@ class StateDownload:
                 if not self._queue:
                     if self._told_credible_step or not self._doubtful:
                         return None
-                    self._queue, self._doubtful, self._believes_all = self._doubtful, [], True
+                    self._queue, self._doubtful, self.believes_all = self._doubtful, [], True
                 if (state := await self._ask(self._queue.pop())) is not None:
                     return state
             return None
@@ -213,7 +213,7 @@ class StateDownload:
                 logger.warning(f"Postponed the state that {donor} offers: {doubt}")
                 self._contradicted = self._contradicted or state
                 return None
-            if self._believes_all:
+            if self.believes_all:
                 step = f"step #{self.credible_step}, the current step of the run"
                 logger.warning(f"No peer offers a state of {step}: using the state of another step")
             return state
@@ -298,14 +298,14 @@ class StateDownload:
                         raise ConnectionError("it does not begin to send")
                     continue
                 if assembler is None:
-                    metadata = self._read_metadata(message.metadata)
+                    metadata = self.read_metadata(message.metadata)
                     assembler, began = TensorAssembler(self.layout.specs(metadata)), time.monotonic()
                 assembler.add(message.tensor_part)
                 if assembler.is_complete:
                     return metadata, assembler.tensors
                 self._check_pace(donor, began, assembler.fraction)
 
-    def _read_metadata(self, serialized: bytes) -> dict:
+    def read_metadata(self, serialized: bytes) -> dict:
         if len(serialized) > self.layout.max_metadata_bytes:
             raise StateLoadError(f"its metadata is too large ({len(serialized)} bytes)")
         try:
@@ -317,7 +317,7 @@ class StateDownload:
             raise StateLoadError("it is of another history of the run")
         if position.step <= self.max_step:
             self._told_credible_step = True
-        elif not self._believes_all:
+        elif not self.believes_all:
             raise DoubtfulStepError(f"it is of step #{position.step}, but the run is at step #{self.credible_step}")
         return metadata  # pyright: ignore[reportReturnType]
 

@@ -48,7 +48,7 @@ class RoundCoordinator:
 
     def __post_init__(self):
         self.stopped = threading.Event()
-        self._control: RoundControl | None = None
+        self.control: RoundControl | None = None
         self._step: int | None = None  # step of the running round
         self._num_attempts, self._error = 0, ""  # of that round, see RoundResult
         self.may_be_used = False  # the same of the newest round
@@ -68,16 +68,16 @@ class RoundCoordinator:
 
     def has_group(self, step: int) -> bool:
         """Whether the group of a step is formed and waits for this peer."""
-        control = self._control
+        control = self.control
         return control is not None and control.has_group and control.step == step
 
     def look_ahead(self, view: View) -> None:
         """Start the search for the group of the next step if the step is due soon and other trainers are there."""
         step = view.next_step
-        control = self._control  # `stop` may reset it in another thread
+        control = self.control  # `stop` may reset it in another thread
         if control is not None and (control.done() or control.step != step):
             self.call_off()
-        if self._control is not None or self.stopped.is_set():
+        if self.control is not None or self.stopped.is_set():
             return
         is_soon = view.seconds_to_step <= self.options.matchmaking_time
         if self.options.batch_size_lead and not is_soon:
@@ -91,12 +91,12 @@ class RoundCoordinator:
 
     def _schedule(self, step: int, timeout: float) -> RoundControl:
         self.update_roster()
-        self._control = self.rounds.schedule(step, timeout, **self.membership.claims())
-        return self._control
+        self.control = self.rounds.schedule(step, timeout, **self.membership.claims())
+        return self.control
 
     def call_off(self) -> None:
         """Leave the group of the next step, or cancel the search for it."""
-        control, self._control = self._control, None
+        control, self.control = self.control, None
         if control is not None:
             control.call_off()
 
@@ -109,7 +109,7 @@ class RoundCoordinator:
             while (result := self._attempt(step, weight, deadline)) is None:
                 time.sleep(POLL_SECONDS)
         finally:
-            self._step, control = None, self._control
+            self._step, control = None, self.control
             self.call_off()
             self.may_be_used |= control is not None and control.began_allreduce
         return replace(result, num_attempts=self._num_attempts, error=self._error, may_be_used=self.may_be_used)
@@ -127,7 +127,7 @@ class RoundCoordinator:
     def _attempt(self, step: int, weight: float, deadline: float) -> RoundResult | None:
         """Search for a group and average in it; None if the attempt failed and can be repeated."""
         self._num_attempts += 1
-        control = self._control
+        control = self.control
         if control is None or control.done() or control.step != step:
             if (reason := self._reason_to_give_up(step, deadline)) is not None:
                 return RoundResult(reason)
@@ -148,7 +148,7 @@ class RoundCoordinator:
             time.sleep(POLL_SECONDS)
         if self.stopped.is_set():
             return RoundResult(Outcome.STOPPED)
-        self._control = None
+        self.control = None
         try:
             return self.rounds.collect(control)
         except BaseException as error:

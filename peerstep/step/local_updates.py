@@ -102,7 +102,7 @@ class LocalTraining(Accumulator):
     def _start_inner(self) -> None:
         self.inner = build_with_statistics(self._build_inner, [dict(group) for group in self._groups])
         self._schedule = self._build_schedule(self.inner)
-        self._num_inner_steps = 0
+        self.num_inner_steps = 0
 
     @torch.no_grad()
     def bound(self) -> float:
@@ -114,14 +114,14 @@ class LocalTraining(Accumulator):
         :returns: the samples since the last round
         """
         set_schedule(self._schedule, step)
-        if self._num_inner_steps < INNER_WARMUP_STEPS:
+        if self.num_inner_steps < INNER_WARMUP_STEPS:
             for group in self.inner.param_groups:
-                group["lr"] *= (self._num_inner_steps + 1) / INNER_WARMUP_STEPS
+                group["lr"] *= (self.num_inner_steps + 1) / INNER_WARMUP_STEPS
         if self.max_grad_norm:
             torch.nn.utils.clip_grad_norm_(self.main_parameters, self.max_grad_norm)
         with self.lock, self.side_stream.main():  # a round that begins now has all of this step or nothing of it
             self.inner.step()
-            self._num_inner_steps += 1
+            self.num_inner_steps += 1
             self.num_samples += num_samples
             return self.num_samples
 

@@ -206,7 +206,7 @@ class StepThread(threading.Thread):
         if result.outcome == Outcome.STOPPED:
             return
         with self.model.update_lock:
-            used = self._apply_outcome(step, samples, result)
+            used = self.apply_outcome(step, samples, result)
             error = result.error if result.outcome == Outcome.FAILED else ""
             seconds = {"load": loaded - started, "round": averaged - loaded, "update": time.monotonic() - averaged}
             # Before the record: what the caller publishes of a step names the members of its round.
@@ -232,7 +232,7 @@ class StepThread(threading.Thread):
             logger.warning(f"The round of step #{step} failed at this peer ({error!r})")
             return RoundResult(Outcome.FAILED, error=repr(error), may_be_used=self.coordinator.may_be_used)
 
-    def _apply_outcome(self, step: int, samples: int, result: RoundResult) -> int | None:
+    def apply_outcome(self, step: int, samples: int, result: RoundResult) -> int | None:
         """Bring the training state to a step. Return this peer's samples in it, see StepRecord."""
         if result.outcome == Outcome.FAILED:
             self._keep_samples(step, samples, result)

@@ -30,7 +30,7 @@ from cotrain.dht.run_records import HISTORY_LENGTH, TrainerRecord
 from cotrain.peer.addresses import announce_public_ip, choose_maddrs, fix_tcp_port, get_free_port
 from peerstep.peer.clock import run_time
 from peerstep.peer.node import NUM_BUCKETS, DHTProtocol, bucket_of
-from peerstep.peer.redial import _redial, find_tcp_endpoint
+from peerstep.peer.redial import dial_all, find_tcp_endpoint
 from peerstep.reports.records import RunValidator, get_dictionary, signer_of, store_record
 from tests.support.dht_records import make_validators, trainer_record
 from tests.support.hostile_peer import RAW, nest
@@ -380,7 +380,7 @@ def test_initial_peer_that_is_away_is_not_dialed_through_libp2p():
         node.protocol.call_ping = node.protocol.get_stub.return_value.rpc_ping = AsyncMock(return_value=pong)
         maddr = f"/ip4/127.0.0.1/tcp/{port}/p2p/QmcH4MyH7czQHqJJb4A9y68eHv3yTSUc5uRpf8JXU6H7wu"
         async with await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", port if listens else 0):
-            return await _redial(None, node, [maddr]), connect.await_count
+            return await dial_all(None, node, [maddr]), connect.await_count
 
     assert asyncio.run(redial_while(listens=False)) == ([None], 0)
     assert asyncio.run(redial_while(listens=True)) == ([pytest.approx(6.0, abs=0.1)], 1)

@@ -133,13 +133,13 @@ def test_records(draw):
     lifetime = draw(st.sampled_from([60.0, 60.0, 60.0, *map(float, NUMBERS)]))
     key = draw(st.sampled_from([key_of(name)] * 6 + [key_of("monitor"), b"", SUBKEY]))
     known = draw(st.lists(st.sampled_from([-1.0, 60.0]), max_size=2))
-    validator._subkeys[key] = {b"%d" % index: time.time() + seconds for index, seconds in enumerate(known)}
+    validator.subkeys[key] = {b"%d" % index: time.time() + seconds for index, seconds in enumerate(known)}
     record = DHTRecord(key, subkey, value, time.time() + lifetime)
     signed = dataclasses.replace(record, value=validator.sign_value(record))
     if draw(st.integers(0, 7)) == 0:
         signed = dataclasses.replace(signed, value=draw(damaged(signed.value)))
     if bounded(validator.validate, signed, refusals=()):
-        assert validator.validate(signed) and len(validator._subkeys[key]) <= validator.MAX_SUBKEYS
+        assert validator.validate(signed) and len(validator.subkeys[key]) <= validator.MAX_SUBKEYS
         value, subkey = (MSGPackSerializer.loads(part) for part in (validator.strip_value(signed), subkey))
         assert subkey == SUBKEY
         read_everywhere(name if key == key_of(name) else "monitor", value)
@@ -237,7 +237,7 @@ def test_groups(draw):
     entries = None if message is None else bounded(parse_list, message)
     if entries is not None:
         assert len(entries) == len(message.ordered_peer_ids)
-        bounded(matchmaking()._known.check_list, entries, 1, PEER, claims)
+        bounded(matchmaking().known.check_list, entries, 1, PEER, claims)
     if entries and parsed is not None and parsed.bandwidth > 0:
         (group,) = deal(1, dict.fromkeys(entries, parsed), None)
         assert set(group.peer_ids) == entries.keys()
@@ -247,12 +247,12 @@ def test_groups(draw):
     schema, peer = draw(st.sampled_from([b"schema"] * 3 + [b""])), draw(st.sampled_from([b"other"] * 3 + [b"banned"]))
     request = averaging_pb2.JoinRequest(schema_hash=schema, gather=claims, group_key=key)
     asked = matchmaking().requests
-    asked._known.has_signed = lambda *_: True
+    asked.known.has_signed = lambda *_: True
     asked.finished_step = draw(st.sampled_from([-1, 16, 17, 2**62]))
-    asked._requests = dict.fromkeys(range(draw(st.sampled_from([0, MAX_HELD_REQUESTS]))))
-    asked._conduct.ban(PeerID(b"banned"), time.time() + 60)
+    asked.held = dict.fromkeys(range(draw(st.sampled_from([0, MAX_HELD_REQUESTS]))))
+    asked.conduct.ban(PeerID(b"banned"), time.time() + 60)
     accepts = bounded(asked.refuse, request, PeerID(peer), refusals=()) is None
-    is_asked = number is not None and number > asked.finished_step and not asked._requests
+    is_asked = number is not None and number > asked.finished_step and not asked.held
     assert accepts == (is_asked and parsed is not None and (schema, peer) == (b"schema", b"other"))
 
 
@@ -348,11 +348,11 @@ def test_states(draw):
     limit = 3e38 if tensors[position].is_floating_point() else 2.0**62
     tensors[position].fill_(value if limit > 2.0**62 and math.isinf(value) else min(max(value, -limit), limit))
 
-    download._believes_all = draw(st.booleans())
+    download.believes_all = draw(st.booleans())
     num_sent = draw(st.sampled_from([len(tensors)] * 7 + [0, len(tensors) - 1]))
 
     def receive() -> bool:
-        received = download._read_metadata(packed)
+        received = download.read_metadata(packed)
         assembler = TensorAssembler(own.layout.specs(received))
         for tensor in tensors[:num_sent]:
             for chunk in split_for_streaming(COMPRESSIONS["none"]().compress(tensor, info=None)):

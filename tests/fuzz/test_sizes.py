@@ -83,7 +83,7 @@ def join(content: bytes) -> bytes:
     """Return what a leader keeps of a request."""
     request = averaging_pb2.JoinRequest.FromString(content)
     asked = matchmaking().requests
-    asked._known.has_signed = lambda *_: True
+    asked.known.has_signed = lambda *_: True
     return request.SerializeToString() if asked.refuse(request, PeerID(b"other")) is None else b""
 
 
@@ -145,7 +145,7 @@ def make_metadata() -> bytes:
 
 
 def read_metadata(content: bytes) -> int:
-    return StateDownload(averager(), averager().layout, 60.0, 8, 20, 60.0)._read_metadata(content)["epoch"]
+    return StateDownload(averager(), averager().layout, 60.0, 8, 20, 60.0).read_metadata(content)["epoch"]
 
 
 def make_chunk() -> bytes:
@@ -162,7 +162,7 @@ def assemble(content: bytes) -> int:
 
 
 def make_answer() -> bytes:
-    return averager()._digest(bytes(8)).SerializeToString()
+    return averager().compute_digest(bytes(8)).SerializeToString()
 
 
 def parse_digest(content: bytes) -> int:
@@ -171,7 +171,7 @@ def parse_digest(content: bytes) -> int:
 
 def pack_digest(content: bytes) -> int:
     request = averaging_pb2.DownloadData.FromString(content)
-    return len(averager()._digest(request.metadata).tensor_part.buffer)
+    return len(averager().compute_digest(request.metadata).tensor_part.buffer)
 
 
 PARSERS: dict[str, tuple[Callable, Callable, type | None]] = {  # makes a message, reads it, and its protobuf type

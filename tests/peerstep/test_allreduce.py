@@ -145,9 +145,9 @@ class Group:
         ]  # fmt: skip
 
     def _get_stub(self, sender: int, peer_id: PeerID) -> SimpleNamespace:
-        return SimpleNamespace(rpc_aggregate_part=partial(self._open, sender, self.ids.index(peer_id)))
+        return SimpleNamespace(rpc_aggregate_part=partial(self.open, sender, self.ids.index(peer_id)))
 
-    async def _open(self, sender: int, reducer: int, parts: AsyncIterator) -> AsyncIterator:
+    async def open(self, sender: int, reducer: int, parts: AsyncIterator) -> AsyncIterator:
         if reducer in self.silent:
             await asyncio.sleep(60)
         carried = self._carry(sender, parts)
@@ -409,12 +409,12 @@ def test_refused_sender_is_not_waited_for():
 class EmptyStreams(Group):
     """Member 2 sends the others nothing after its first message, and answers them nothing."""
 
-    async def _open(self, sender: int, reducer: int, parts: AsyncIterator) -> AsyncIterator:
+    async def open(self, sender: int, reducer: int, parts: AsyncIterator) -> AsyncIterator:
         if reducer == 2:
             return self._end()
         if sender == 2:
             return self._carry(reducer, self.members[reducer].reducer.answer(self.ids[2], self._end()))
-        return await super()._open(sender, reducer, parts)
+        return await super().open(sender, reducer, parts)
 
     async def _end(self) -> AsyncIterator:
         for part in ():

@@ -88,13 +88,13 @@ class RunWithNodes(Scenario):
 def offer_false_state(peer: Peer) -> None:
     """Offer a state of two steps more than the others', with another value of one of 200 parameters."""
     averager = peer.optimizer.state_averager
-    serialize, offer = averager._serialize, averager.offer
+    serialize, offer = averager.to_messages, averager.offer
 
     def change(metadata: dict, tensors: list[torch.Tensor]) -> Iterator[bytes]:
         false = [torch.cat([tensors[0][:1] + 3.5, tensors[0][1:]]), *tensors[1:]]
         return serialize(metadata | {"epoch": metadata["epoch"] + 2}, false)
 
-    averager._serialize, averager.offer = change, lambda priority: offer(priority=priority + 2)
+    averager.to_messages, averager.offer = change, lambda priority: offer(priority=priority + 2)
 
 
 def falsify_reports(change, peer: Peer) -> None:

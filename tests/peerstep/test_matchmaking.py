@@ -49,7 +49,7 @@ def subkey_of(peer_id: PeerID) -> bytes:
 
 def entry_of(peer_id: PeerID, leader: PeerID, claims: Claims | None = None, step: int = 1) -> bytes:
     """Return what a peer sends to a leader to join its group."""
-    scope = known_peers.KnownPeers(peer_id, None, b"runschema")._scope(peer_id, step, leader)
+    scope = known_peers.KnownPeers(peer_id, None, b"runschema").scope_of(peer_id, step, leader)
     return sign(key_of(peer_id), scope, (claims or Claims(100.0, asked_at=run_time())).pack())
 
 
@@ -412,7 +412,7 @@ async def test_too_many_peers_are_split_into_groups(number, clients, size):
     assert max(sizes) - min(sizes) <= 1
     for group in groups:
         assert any(not network.peers[peer_id].client_mode for peer_id in group.peer_ids)
-    assert not any(peer.missed or peer._absences for peer in network.peers.values()), "all are in a group of the step"
+    assert not any(peer.missed or peer.absences for peer in network.peers.values()), "all are in a group of the step"
 
 
 async def test_banned_peer_is_left_out():
@@ -479,7 +479,7 @@ async def test_request_that_was_signed_for_something_else_is_refused(leader, ste
     """For another leader, for another step, or by another peer."""
     network, ids = make_network(3)
     claims = Claims(100.0, asked_at=run_time())
-    scope = known_peers.KnownPeers(ids[1], None, b"runschema")._scope(ids[1], step, ids[leader])
+    scope = known_peers.KnownPeers(ids[1], None, b"runschema").scope_of(ids[1], step, ids[leader])
     entry = sign(key_of(ids[signer]), scope, claims.pack())
     async with network.join(*ids[:2], request(1, gather=entry)) as answers:
         assert (await anext(answers)).code == averaging_pb2.PROTOCOL_VIOLATION
@@ -516,7 +516,7 @@ async def test_reducers_that_are_silent_for_most_members_get_no_share_for_a_whil
         assert bandwidths.count(100.0) == 4 - is_spared
     peer = network.peers[ids[0]]
     record_round(peer, (), ids, ids[0])
-    assert not peer.conduct._silences
+    assert not peer.conduct.silences
     monkeypatch.setattr(conduct, "SPARE_SECONDS", 0.01)
     for _ in range(2):
         record_round(peer, [ids[2]], ids, ids[0])
@@ -625,7 +625,7 @@ def forget(network: Network, *peer_ids: PeerID, by: Iterable[PeerID]) -> None:
     """Let peers not know others."""
     for peer in (network.peers[peer_id] for peer_id in by):
         for peer_id in peer_ids:
-            del peer.roster[peer_id], peer._known.public_keys[peer_id]
+            del peer.roster[peer_id], peer.known.public_keys[peer_id]
 
 
 async def test_strangers_are_let_in_once_the_leader_has_read_their_reports():
@@ -649,11 +649,11 @@ async def test_peer_that_was_in_a_roster_lately_is_no_stranger(monkeypatch, cloc
     network.know(ids[:2], by=ids[:1])
     assert_one_group(await network.find(ids), ids)
     leader = network.peers[ids[0]]
-    leader._absences.update(ids)
+    leader.absences.update(ids)
     network.know(ids[:2])
     clock.now += known_peers.KNOWN_SECONDS
     network.know(ids[:2])
-    kept = leader._known.public_keys.keys(), leader._absences.keys()
+    kept = leader.known.public_keys.keys(), leader.absences.keys()
     assert kept == (set(ids[:2]), set(ids[:2])), "nothing is kept of peers that have left"
 
 
@@ -667,7 +667,7 @@ async def test_number_of_pending_requests_is_bounded(monkeypatch):
                 network.join(ids[0], peer_id, request(gather=entry_of(peer_id, ids[0])))
             )
             assert (await anext(answers)).code == code
-    assert not network.peers[ids[0]].requests._requests
+    assert not network.peers[ids[0]].requests.held
 
 
 class FalseLeader:
@@ -767,7 +767,7 @@ async def test_leader_lists_no_claims_that_members_refuse(asked_at):
     network, ids = make_network(4)
     false = ids[3]
     asked_at = run_time() + asked_at if abs(asked_at) == 3000.0 else asked_at
-    network.peers[false]._known.sign = lambda packed, step, leader, silent: entry_of(
+    network.peers[false].known.sign = lambda packed, step, leader, silent: entry_of(
         false, leader, Claims(100.0, asked_at=asked_at), step
     )
     searches = [network.search(peer_id)[1] for peer_id in ids]
@@ -781,10 +781,10 @@ async def test_claims_in_the_list_of_one_leader_do_not_age_those_in_that_of_anot
     network, ids = make_network(4)
     step = next(step for step in range(2, 99) if min(ids, key=lambda peer_id: rank(step, peer_id)) == ids[1])
     ahead = Claims(100.0, asked_at=run_time() + 1000.0)
-    signs = network.peers[ids[3]]._known.sign
-    network.peers[ids[3]]._known.sign = lambda packed, step, leader, silent: entry_of(ids[3], leader, ahead, step)
+    signs = network.peers[ids[3]].known.sign
+    network.peers[ids[3]].known.sign = lambda packed, step, leader, silent: entry_of(ids[3], leader, ahead, step)
     assert_one_group(await network.find([ids[0], *ids[2:]], timeout=60.0), [ids[0], *ids[2:]])
-    network.peers[ids[3]]._known.sign = signs
+    network.peers[ids[3]].known.sign = signs
     network.know(ids)
     assert_one_group(await network.find(ids, step, timeout=60.0), ids)
     assert all(network.peers[peer_id].conduct.may_lead(ids[1]) for peer_id in ids)
@@ -857,12 +857,12 @@ async def test_key_of_another_peer_signs_nothing():
     """A member's peer ID follows from its key."""
     network, ids = make_network(3)
     entries = {peer_id: entry_of(peer_id, ids[0]) for peer_id in ids}
-    network.peers[ids[1]]._known.check_list(entries, 1, ids[0], entries[ids[1]])
-    scope = network.peers[ids[0]]._known._scope(ids[2], 1, ids[0])
+    network.peers[ids[1]].known.check_list(entries, 1, ids[0], entries[ids[1]])
+    scope = network.peers[ids[0]].known.scope_of(ids[2], 1, ids[0])
     for key in (key_of(ids[0]), RSAPrivateKey()):
         false = sign(key, scope, Claims(100.0, asked_at=run_time()).pack())
         with pytest.raises(ValueError, match="has not signed"):
-            network.peers[ids[1]]._known.check_list(entries | {ids[2]: false}, 1, ids[0], entries[ids[1]])
+            network.peers[ids[1]].known.check_list(entries | {ids[2]: false}, 1, ids[0], entries[ids[1]])
 
 
 async def test_group_in_which_nobody_reduces_is_false():
@@ -871,4 +871,4 @@ async def test_group_in_which_nobody_reduces_is_false():
     peer, claims = network.peers[ids[2]], Claims(0.0, asked_at=run_time())
     entries = {peer_id: entry_of(peer_id, ids[0], claims) for peer_id in ids}
     with pytest.raises(ValueError, match="nobody reduces"):
-        peer._known.check_list(entries, 1, ids[0], entries[ids[2]])
+        peer.known.check_list(entries, 1, ids[0], entries[ids[2]])

@@ -26,7 +26,7 @@ from hivemind.utils.multiaddr import Multiaddr
 from cotrain.common.errors import TemporaryError
 from cotrain.peer import peer as peer_module
 from peerstep import local_peer as local_peer_module
-from peerstep.local_peer import _end, load_identity
+from peerstep.local_peer import end_dht, load_identity
 from peerstep.peer import node as node_module
 from peerstep.peer.clock import run_time
 from peerstep.peer.node import (
@@ -126,7 +126,7 @@ def test_identity_that_another_peer_uses_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(peer_module, "time", SimpleNamespace(monotonic=lambda: 1000.0 * len(ended)))
     with local_peer(tmp_path / "one", "run") as first:
         address = str(first.dht.get_visible_maddrs()[0])
-        monkeypatch.setattr(local_peer_module, "_end", lambda dht: ended.append(_end(dht)))
+        monkeypatch.setattr(local_peer_module, "end_dht", lambda dht: ended.append(end_dht(dht)))
         copy = shutil.copytree(tmp_path / "one", tmp_path / "three")
         with (
             pytest.raises(TemporaryError, match=f"Identity from `{copy}/identity.key` is already taken"),
@@ -156,7 +156,7 @@ def test_dht_that_is_killed_leaves_no_lock_to_the_next():
     process = multiprocessing.Process(target=hold_the_lock, args=(has_lock,), daemon=True)
     process.start()
     assert has_lock.wait(120)
-    _end(process)
+    end_dht(process)
     assert not process.is_alive() and MPFuture._update_lock.acquire(timeout=60)
     MPFuture._update_lock.release()
 

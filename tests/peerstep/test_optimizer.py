@@ -43,7 +43,7 @@ def compute(optimizer: CollaborativeOptimizer, value: float, samples: int = 4) -
     """Take a local step with a gradient of equal elements."""
     (parameter,) = optimizer.state_averager.main_parameters
     parameter.grad = torch.full_like(parameter, value)
-    optimizer._accumulate(samples)
+    optimizer.accumulate(samples)
 
 
 def take(optimizer: CollaborativeOptimizer, outcome: Outcome = Outcome.AVERAGED, **averages) -> None:
@@ -463,11 +463,11 @@ def test_bounds_of_a_round(distance, invited, monkeypatch):
     optimizer = build(learning_rate=0.5, warmup_steps=10, total_steps=20)
     take(optimizer, gradients=1.0)
     take(optimizer, gradients=1.0)
-    bounds = optimizer.grad_averager._make_bounds(weight=8.0, distance=distance, counts=distance < 0.5)
+    bounds = optimizer.grad_averager.make_bounds(weight=8.0, distance=distance, counts=distance < 0.5)
     step, change = (2 * 0.1, 0.1) if distance < 0.5 else (2 * 0.5 * 4, 0.4)
     assert bounds.parameter_step == pytest.approx(step) and bounds.parameter_change == pytest.approx(change)
     assert bounds.believes_weights == invited and bounds.max_weight == 64.0 and bounds.has_gradient
-    assert not optimizer.grad_averager._make_bounds(0.0, distance, True).has_gradient
+    assert not optimizer.grad_averager.make_bounds(0.0, distance, True).has_gradient
 
 
 def test_step_without_finite_parameters_is_not_taken():
@@ -544,7 +544,7 @@ def test_learning_rate_of_local_steps_rises_and_is_that_of_the_step_that_is_comp
     optimizer = build_local(warmup_steps=4)
     (parameter,) = optimizer.state_averager.main_parameters
     for step, epoch in ((1, 0), (2, 0), (INNER_WARMUP_STEPS, 1)):
-        optimizer.accumulator._num_inner_steps, optimizer.state_averager.local_epoch = step - 1, epoch
+        optimizer.accumulator.num_inner_steps, optimizer.state_averager.local_epoch = step - 1, epoch
         compute(optimizer, 0.2)
         expected = 0.1 * (epoch + 1) / 4 * step / INNER_WARMUP_STEPS
         assert optimizer.param_groups[0]["lr"] == pytest.approx(expected)
@@ -567,7 +567,7 @@ def test_peer_that_missed_a_round_keeps_its_local_updates_for_the_next():
 def test_local_updates_are_bounded_by_the_parameters():
     optimizer = build_local(max_update_norm=0.5)
     assert optimizer.accumulator.bound() == pytest.approx(0.5 * 3.0 * 2**0.5) and build().accumulator.bound() == 1.0
-    bounds = optimizer.grad_averager._make_bounds(8.0, 0.0, True)
+    bounds = optimizer.grad_averager.make_bounds(8.0, 0.0, True)
     assert not bounds.has_gradient, "a slow peer's are smaller than the mean"
 
 

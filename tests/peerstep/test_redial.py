@@ -30,7 +30,7 @@ class Answers:
 
 @pytest.fixture(autouse=True)
 def right_clock(monkeypatch):
-    monkeypatch.setattr(redial, "_jumps", ClockJumps())
+    monkeypatch.setattr(redial, "clock_jumps", ClockJumps())
     yield
     correct_clock(0.0)
 
@@ -117,7 +117,7 @@ def test_peer_with_a_wrong_clock_joins_reads_and_is_read(tmp_path, monkeypatch, 
         wrong = SimpleNamespace(time=lambda: right() + error, monotonic=time.monotonic)
         for module in (clock, redial):
             monkeypatch.setattr(module, "time", wrong)
-        monkeypatch.setattr(clock, "_offset", multiprocessing.RawValue("d", 0.0))
+        monkeypatch.setattr(clock, "offset", multiprocessing.RawValue("d", 0.0))
         with local_peer(tmp_path / "two", "run", (address,)) as two:
             assert run_time() == pytest.approx(right(), abs=15.0)
             store_record(two.dht, "run_monitor", two.public_key, info, 60)

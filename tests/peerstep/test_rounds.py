@@ -26,7 +26,7 @@ from tests.support.peers import Script, wait_until
 
 
 def is_averaging(trainer) -> bool:
-    control = trainer.optimizer.coordinator._control
+    control = trainer.optimizer.coordinator.control
     return control is not None and control.stage == AveragingStage.RUNNING_ALLREDUCE
 
 
@@ -36,7 +36,7 @@ async def be_slow(self, *args, **kwargs) -> None:
 
 def test_optimizer_ends_in_the_middle_of_a_round(build_swarm, monkeypatch, capfd):
     """The first averager ends without its round being cancelled before, as an optimizer does."""
-    monkeypatch.setattr(RoundAverager, "_average_in_group", be_slow)
+    monkeypatch.setattr(RoundAverager, "average_in_group", be_slow)
     monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)  # pytest's keeps what it prints
     swarm = build_swarm(averaging_timeout=1200.0)
     first, second = swarm.add_several(False, False)
@@ -155,7 +155,7 @@ async def test_part_for_a_round_that_has_ended_or_is_large_is_refused(clock, gro
     averager = LateAverager(reducer_timeout)
     async with asyncio.timeout(seconds):
         assert (await anext(await averager.answer(group_id, size))).code == BAD_GROUP_ID
-    assert list(averager.rounds._refused) == [(group_id, None)]
+    assert list(averager.rounds.refused) == [(group_id, None)]
 
 
 async def test_number_of_waiting_parts_of_unknown_groups_is_bounded_for_each_peer(clock, monkeypatch):
@@ -165,7 +165,7 @@ async def test_number_of_waiting_parts_of_unknown_groups_is_bounded_for_each_pee
         assert (await anext(await averager.answer(b"unknown"))).code == BAD_GROUP_ID
     averager = LateAverager()
     assert (await anext(await averager.answer())).code == AVERAGED_PART, "that of a round that begins later waits"
-    assert not averager.rounds._waiting.total()
+    assert not averager.rounds.waiting.total()
 
 
 async def test_stream_is_closed_by_the_caller_and_not_at_once_by_the_one_that_answers(clock):
@@ -199,8 +199,8 @@ async def average_in_false_group(averager: RoundAverager, claims: dict[PeerID, C
         return leader.answer(await anext(stream), VICTIM)
 
     averager.get_stub = lambda *_args, **_options: SimpleNamespace(rpc_aggregate_part=answer)
-    averager._own.expect(group.group_id)
-    return await averager._average_in_group(SimpleNamespace(step=3, weight=64.0), group, EVIL)
+    averager.own_rounds.expect(group.group_id)
+    return await averager.average_in_group(SimpleNamespace(step=3, weight=64.0), group, EVIL)
 
 
 @pytest.mark.parametrize(("distance", "takes"), [(0.0, False), (1.0, False), (2000.0, True)])
@@ -217,10 +217,10 @@ async def test_members_that_ask_for_another_group_do_not_know_this_one(offline, 
     """They reduce nothing, so they refuse nothing. A leader kept three of four trainers as followers in this way."""
     others = [PeerID(b"\x12\x20" + bytes([number] * 32)) for number in (2, 3, 4)]
     averager = build_averager(VICTIM)
-    averager._own.expect(b"ended")
-    averager._own.end(b"ended")
+    averager.own_rounds.expect(b"ended")
+    averager.own_rounds.end(b"ended")
     for sender in others:
         request = as_aiter(AveragingData(group_id=group_id))
-        assert [answer.code async for answer in averager._own.answer(request, sender)] == [BAD_GROUP_ID]
+        assert [answer.code async for answer in averager.own_rounds.answer(request, sender)] == [BAD_GROUP_ID]
     await average_in_false_group(averager, {EVIL: Claims(20.0)} | dict.fromkeys([VICTIM, *others], Claims(0.0)))
     assert averager._matchmaking.conduct.may_lead(EVIL) == may_lead

@@ -325,13 +325,13 @@ def test_false_donor_speaks_for_nobody(tmp_path):
         honest = [*add_trainers(scenario, 3), scenario.add(speed=0.5, uplink=5000.0)]
         attacker, monitor = scenario.add(speed=0.7), scenario.add_monitor(tmp_path)
         averager = attacker.optimizer.state_averager
-        serialize, offer = averager._serialize, averager.offer
+        serialize, offer = averager.to_messages, averager.offer
 
         def change(metadata: dict, tensors: list[torch.Tensor]) -> Iterator[bytes]:
             false = [torch.cat([tensors[0][:1] + 3.5, tensors[0][1:]]), *tensors[1:]]  # one of 200 parameters
             return serialize(metadata | {"epoch": metadata["epoch"] + 2}, false)
 
-        averager._serialize, averager.offer = change, lambda priority: offer(priority=priority + 2)
+        averager.to_messages, averager.offer = change, lambda priority: offer(priority=priority + 2)
         scenario.reach(3, *honest)
         for step in (4, 7, 10, 13):
             scenario.reach(step, *honest)
@@ -490,7 +490,7 @@ def break_rounds(peer: Peer, method: str) -> None:
     if method == "average":
         peer.optimizer.coordinator.average = fail
     else:
-        peer.optimizer.steps._apply_outcome = fail
+        peer.optimizer.steps.apply_outcome = fail
 
 
 @pytest.mark.parametrize("method", ["average", "apply"])
@@ -517,16 +517,16 @@ def test_paused_trainer_costs_the_others_nothing_and_continues_without_a_downloa
         scenario.reach(3)
 
         def pause() -> float:
-            del idle._compute_seconds
+            del idle.compute_seconds
             idle.optimizer.pause(idle.model)
             for _ in range(90):
                 scenario.time.sleep(1.0)
                 idle.optimizer.share_state()
                 offers.append(idle.optimizer.state_averager.allow_state_sharing)
             idle.optimizer.resume(idle.model, idle.model.weight.device)
-            return idle._compute_seconds()
+            return idle.compute_seconds()
 
-        idle._compute_seconds = pause
+        idle.compute_seconds = pause
         scenario.wait_until(lambda: len(offers) >= 30, 60.0)  # a round that ran has ended
         began, step, num_rounds = scenario.time.read(), others[0].step, len(idle.rounds)
         scenario.reach(step + 4, *others)
@@ -551,14 +551,14 @@ def test_trainer_that_lacks_many_updates_after_a_pause_is_in_the_next_round(loca
         scenario.reach(9)
 
         def pause() -> float:
-            del idle._compute_seconds
+            del idle.compute_seconds
             idle.optimizer.pause(idle.model)
             scenario.time.sleep(600.0)
             idle.optimizer.resume(idle.model, idle.model.weight.device)
             returned.append(len(idle.rounds))
-            return idle._compute_seconds()
+            return idle.compute_seconds()
 
-        idle._compute_seconds = pause
+        idle.compute_seconds = pause
         scenario.wait_until(lambda: returned, 700.0)
         last = max(scenario.steps_of())
         scenario.reach(last + 4)
@@ -579,7 +579,7 @@ def test_newcomer_gets_the_state_of_a_run_whose_trainers_are_all_paused():
                 only.optimizer.share_state()
                 scenario.time.sleep(1.0)
 
-        only._compute_seconds = pause
+        only.compute_seconds = pause
         scenario.wait_until(lambda: paused, 20.0)
         newcomer = scenario.add()
         scenario.wait_until(lambda: newcomer.has_joined, 60.0)

@@ -111,7 +111,7 @@ def test_update_has_the_learning_rate_of_the_previous_step():
 
 
 @pytest.mark.parametrize("change_state", ["apply_update", "restore"])
-def test_nobody_reads_the_state_in_the_middle_of_an_update_or_a_download(pool, change_state):
+def test_nobody_reads_the_state_in_the_middle_of_an_update_or_a_download(pool, change_state, monkeypatch):
     averager = offline_averager()
     is_in_the_middle, may_end = threading.Event(), threading.Event()
 
@@ -121,7 +121,7 @@ def test_nobody_reads_the_state_in_the_middle_of_an_update_or_a_download(pool, c
         fill_parameters(averager, 2.0)
         averager.applied_step = epoch
 
-    averager._set_schedule = be_interrupted
+    monkeypatch.setattr("peerstep.state.averager.set_schedule", lambda _scheduler, step: be_interrupted(step))
     averaged = [torch.full_like(parameter, 2.0) for parameter in averager.layout.parameters]
     averager.copy_state()  # keeps a copy of the state before the update
     metadata, tensors = snapshot(averager)
@@ -171,8 +171,8 @@ def test_steps_do_not_wait_while_a_copy_is_written(pool):
     """A request of 100 bytes made each trainer wait for its disk, at each step."""
     averager = offline_averager()
     update(averager, 1, seed=1)
-    before, serialize, may_continue = flat(snapshot(averager)[1]).clone(), averager._serialize, threading.Event()
-    averager._serialize = lambda *state: (message for message in serialize(*state) if may_continue.wait(60))
+    before, serialize, may_continue = flat(snapshot(averager)[1]).clone(), averager.to_messages, threading.Event()
+    averager.to_messages = lambda *state: (message for message in serialize(*state) if may_continue.wait(60))
     copy = pool.submit(averager.copy_state)
     for step in (2, 3):
         pool.submit(update, averager, step).result(60)
@@ -187,13 +187,13 @@ def test_copies_take_a_small_share_of_the_time(monkeypatch):
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr("peerstep.state.averager.time", SimpleNamespace(monotonic=lambda: clock.now))
     averager, steps = offline_averager(), []
-    serialize = averager._serialize
+    serialize = averager.to_messages
 
     def write_slowly(*state):
         clock.now += 4.0
         yield from serialize(*state)
 
-    averager._serialize = write_slowly
+    averager.to_messages = write_slowly
     for step in range(1, 40):
         update(averager, step)
         first = DownloadData.FromString(next(iter(averager.copy_state())))

@@ -275,7 +275,7 @@ def test_newcomer_takes_no_marks_that_most_trainers_do_not_report(donors):
     liar = add_donor(donors, 71, 1.0, reported=70)
     for donor, digit in zip((*honest, liar), "112", strict=True):
         donor.marks = donors.marks[donor.public_key] = marks[digit]
-        donor._copy = None
+        donor.newest_copy = None
     newcomer = donors.add()
     assert {newcomer.download_state()[0] for _ in range(8)} == {str(donor.peer_id) for donor in honest}
     del donors.reports[honest[1].public_key]
@@ -318,9 +318,9 @@ def test_trainers_may_move_on_during_a_download(donors, monkeypatch):
     monitor.must_agree = True
     assert monitor.download_state() is not None
     liar = trainers[0]
-    serialize = liar._serialize
-    liar._serialize = lambda metadata, tensors: serialize(metadata, [3 * tensor for tensor in tensors])
-    liar._copy = None
+    serialize = liar.to_messages
+    liar.to_messages = lambda metadata, tensors: serialize(metadata, [3 * tensor for tensor in tensors])
+    liar.newest_copy = None
     found = [monitor.download_state() for _ in range(6)]
     assert str(liar.peer_id) not in {donor for donor, *_ in filter(None, found)}
 
@@ -362,6 +362,6 @@ def test_state_with_few_differing_marks_is_loaded(donors, num_different):
         *marks[: len(marks) - num_different],
         *((step, 12 * "2") for step, _ in marks[len(marks) - num_different :]),
     )
-    donor._copy = None
+    donor.newest_copy = None
     found = donors.add().download_state(marks=marks)
     assert (found is not None) == (num_different < 3)

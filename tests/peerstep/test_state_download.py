@@ -343,7 +343,7 @@ def test_state_with_false_statistics_is_not_used(donors, optimizer, first, secon
     for values in liar.optimizer.state.values():
         values["exp_avg"] *= first
         values["exp_avg_sq"] *= second
-    liar._copy = None
+    liar.newest_copy = None
     found = newcomer.download_state(credible_step=20)
     assert (found is None) if is_alone else found[0] != str(liar.peer_id)
 
@@ -367,7 +367,7 @@ async def test_digests_take_a_bounded_share_of_the_time(donors, clock, monkeypat
     """One peer has one request at a time. A flood of keys waits its turn, and is refused when the queue is long."""
     donor = donors.add()
     offer(donor, step=5)
-    monkeypatch.setattr(donor.layout, "groups", lambda tensors: setattr(donor, "_digest_seconds", 1.0) or [tensors])
+    monkeypatch.setattr(donor.layout, "groups", lambda tensors: [tensors])
     monkeypatch.setattr("peerstep.state.averager.time.thread_time", iter(range(10**6)).__next__)  # each takes a second
 
     async def ask(number: int) -> bool:
@@ -380,7 +380,7 @@ async def test_digests_take_a_bounded_share_of_the_time(donors, clock, monkeypat
     assert answers[:2] == [True, False], "the second request of the same peer"
     assert 1 < num_answered <= 1 + donor.MAX_TURN_SECONDS * donor.DIGEST_SHARE
     assert clock.now - started >= (num_answered - 1) / donor.DIGEST_SHARE
-    assert not donor._turns
+    assert await ask(1), "nobody waits any more"
 
 
 @pytest.mark.parametrize("number", [3, 20])
@@ -429,22 +429,16 @@ async def test_slow_downloads_do_not_hold_most_places(donors, monkeypatch, clock
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    assert not donor._uploads
+    assert not donor.uploads
 
 
 def test_reader_waits_for_a_copy_that_takes_longer_than_a_donor_may_be_silent(donors, clock):
     """At a billion parameters it takes a minute. The places of readers that have not begun are not lost meanwhile."""
     donor, newcomer = donors.add(), donors.add(donor_timeout=15.0)
     offer(donor, step=5)
-    find = donor._get_current_state_from_host_process
-
-    async def copy_slowly() -> tuple:
-        await asyncio.sleep(2 * donor.READER_GRACE)
-        return await find()
-
-    donor._get_current_state_from_host_process = copy_slowly
+    donors.copy_seconds = 2 * donor.READER_GRACE
     assert newcomer.load_state_from_peers() and newcomer.local_epoch == 5
-    assert clock.now >= 2 * donor.READER_GRACE and not donor._uploads
+    assert clock.now >= 2 * donor.READER_GRACE and not donor.uploads
 
 
 def test_donor_that_only_says_that_it_makes_a_copy_is_abandoned_for_others(donors, clock):
@@ -478,7 +472,7 @@ async def test_downloads_of_a_peer_and_those_that_stall_are_bounded(donors, monk
         await asyncio.wait(tasks)
     assert [started.count(reader) for reader in readers] == [2, 1]
     assert [task.cancelled() for task in tasks] == [True, True, False, True]
-    assert not donor._uploads
+    assert not donor.uploads
 
 
 def test_credible_step_grows_with_the_time_of_a_download(clock):
@@ -507,11 +501,11 @@ def test_donors_are_ranked_by_step_without_malformed_offers():
 def test_invalid_metadata_are_refused(serialized):
     download = make_download()
     with pytest.raises(StateLoadError):
-        download._read_metadata(serialized)
+        download.read_metadata(serialized)
     for marks, error in (([], nullcontext()), ([["8", "x"]], pytest.raises(ValueError, match="wrong marks"))):
         metadata = {"epoch": 5, "marks": marks}
         with error:
-            assert download._read_metadata(MSGPackSerializer.dumps(metadata)) == metadata
+            assert download.read_metadata(MSGPackSerializer.dumps(metadata)) == metadata
 
 
 def test_download_closes_the_stream_when_complete_and_ends_with_its_averager(build_swarm, monkeypatch):

@@ -90,8 +90,8 @@ def see(tracker: ProgressTracker, *records: object) -> ProgressTracker:
     numbers = [value.get("number", 9) if isinstance(value, dict) else 9 for value in records]
     tracker.dht.records = {subkey(number): value for number, value in zip(numbers, records, strict=True)}
     progress_module.time.now += 1e-6  # the read begins after what the tracker has done
-    tracker._begin_read()
-    assert tracker._finish_read()
+    tracker.begin_read()
+    assert tracker.finish_read()
     return tracker
 
 
@@ -125,7 +125,7 @@ def test_invalid_reports_are_ignored(change):
 def test_report_with_marks_passes_the_validators_and_is_read_by_others():
     tracker = make_tracker()
     tracker.report_position(8, 10, distance=0.5, marks=((8, 12 * "a"),))
-    tracker._report()
+    tracker.publish_report()
     ((key, value),) = tracker.dht.records.items()
     packed = MSGPackSerializer.dumps(value)
     assert is_readable(packed)
@@ -162,7 +162,7 @@ def test_members_of_the_last_rounds_are_asked_in_each_read(monkeypatch):
     monkeypatch.setattr(tracker.dht, "get", lambda _key, **options: asked.append(options["members"]))
     for members in ([], [1, 2], [3], [1], [4]):
         tracker.record_round([signer_of(subkey(number)) for number in members], (), ())
-        tracker._begin_read()
+        tracker.begin_read()
     assert asked == [[], [peer_id(1)], [peer_id(1), peer_id(3)], [peer_id(3), peer_id(1)], [peer_id(1), peer_id(4)]]
 
 
@@ -213,8 +213,8 @@ def test_report_speaks_for_its_signer_only():
     tracker.dht.records = {subkey(number): record(number, epoch=4, samples=10) for number in (1, 2)}
     tracker.dht.records |= {b"x" + subkey(3): record(3), b"id": record(4), subkey(0): record(0)}
     tracker.dht.records[subkey(5)] = {**record(1, epoch=5), "peer_id": peer_id(1)}
-    tracker._begin_read()
-    assert tracker._finish_read()
+    tracker.begin_read()
+    assert tracker.finish_read()
     assert {progress.peer_id: progress.epoch for progress in tracker.view().others} == {
         peer_id(1): 4, peer_id(2): 4, peer_id(5): 5,
     }  # fmt: skip
@@ -293,10 +293,10 @@ def test_samples_are_extrapolated_for_one_heartbeat_after_the_report_and_a_minut
 def test_reads_of_many_reports_are_rarer_and_samples_extrapolated_until_the_next(monkeypatch, clock):
     """Each read of 100 peers costs them 0.7 MB. The step is due in the meantime."""
     tracker = see(make_tracker(target=1000), record(1, rate=25.0), record(2, rate=25.0))
-    assert tracker._refresh_period() < 15.0
+    assert tracker.refresh_period() < 15.0
     for module in (progress_module, view_module):
         monkeypatch.setattr(module, "SECONDS_PER_PEER", 10.0)
-    assert tracker._refresh_period() == 30.0
+    assert tracker.refresh_period() == 30.0
     clock.now += 15.0
     assert tracker.view().seconds_to_step == pytest.approx(5.0, abs=0.5)
     clock.now += 5.5
@@ -316,12 +316,12 @@ def test_read_that_began_before_the_last_step_says_nothing_about_the_next(clock)
     """It may be ten seconds under way. Neither is the step due, nor another side confirmed."""
     tracker = see(make_tracker(target=100), record(1, samples=90))
     tracker.dht.records = {subkey(1): record(1, samples=95), subkey(2): record(2, epoch=40, marks=OLD)}
-    tracker._begin_read()
+    tracker.begin_read()
     clock.now += 5
     tracker.report_position(1, 0)
     compute(tracker, 100)
-    assert tracker._finish_read() and tracker.view().seconds_to_step > 0 and tracker.view().num_reads_apart == 0
-    assert tracker._read_at <= clock.now + tracker.options.min_refresh_period
+    assert tracker.finish_read() and tracker.view().seconds_to_step > 0 and tracker.view().num_reads_apart == 0
+    assert tracker.next_read_at <= clock.now + tracker.options.min_refresh_period
     see(tracker, record(1, epoch=1))
     assert tracker.view().seconds_to_step == 0
 
@@ -515,8 +515,8 @@ def test_answer_without_a_peer_does_not_erase_it(clock):
     tracker = see(make_tracker(), record(1), record(2))
     assert see(tracker, record(1)).view().num_expected(1) == 2
     tracker.dht.records[subkey(2)] = None
-    tracker._begin_read()
-    assert tracker._finish_read() and tracker.view().num_expected(1) == 1, "it has said goodbye"
+    tracker.begin_read()
+    assert tracker.finish_read() and tracker.view().num_expected(1) == 1, "it has said goodbye"
     clock.now += ALIVE_SECONDS
     assert see(tracker).view().num_expected(1) == 0
 
@@ -551,7 +551,7 @@ def test_reports_are_rate_limited_except_for_new_steps(clock):
     tracker = make_tracker()
     compute(tracker, 1)
     assert tracker.own.report_at <= clock.now
-    tracker._report()
+    tracker.publish_report()
     clock.now += 0.1
     compute(tracker, 2)
     assert tracker.own.report_at == pytest.approx(1000.5), "fast local steps do not flood the DHT"
@@ -568,7 +568,7 @@ def test_reports_become_frequent_when_the_step_is_near(clock):
         clock.now += 0.1
         compute(tracker, samples + 1)
         if clock.now >= tracker.own.report_at:
-            tracker._report()
+            tracker.publish_report()
             reported_at.append(clock.now - 1000.0)
     gaps = [after - before for before, after in pairwise(reported_at)]
     assert reported_at[0] <= 0.1 + 1e-6 and gaps[0] <= 0.6, "the rate of a new peer is known soon"
@@ -579,15 +579,15 @@ def test_reports_become_frequent_when_the_step_is_near(clock):
 def test_reads_soon_while_other_trainers_are_in_the_round_that_this_one_has_left(clock):
     """Trainers that wait for a round report hardly any samples per second, and would be read 30 s later."""
     tracker = see(make_tracker(target=100))
-    assert tracker._refresh_period() == tracker.options.default_refresh_period, "it is alone"
+    assert tracker.refresh_period() == tracker.options.default_refresh_period, "it is alone"
     tracker.report_position(3, 0)
-    assert tracker._read_at < clock.now + 1, "other trainers may have completed it, too"
+    assert tracker.next_read_at < clock.now + 1, "other trainers may have completed it, too"
     see(tracker, record(1), record(2))
     clock.now += 60.0
     see(tracker, record(1, epoch=3, completed=2, rate=0.1), record(2, epoch=3, rate=0.1))
-    assert tracker._refresh_period() == progress_module.ROUND_END_SECONDS
+    assert tracker.refresh_period() == progress_module.ROUND_END_SECONDS
     see(tracker, record(1, epoch=3, rate=0.1), record(2, epoch=3, rate=0.1))
-    assert tracker._refresh_period() == tracker.options.max_refresh_period
+    assert tracker.refresh_period() == tracker.options.max_refresh_period
 
 
 def test_reported_rate_falls_during_a_long_local_step(clock):
@@ -598,7 +598,7 @@ def test_reported_rate_falls_during_a_long_local_step(clock):
         clock.now += seconds
         if seconds < 1:
             compute(tracker, tracker.local_progress.samples_accumulated + 32)
-        tracker._report()
+        tracker.publish_report()
         (stored,) = tracker.dht.records.values()
         rates.append(stored["samples_per_second"])
     assert rates == [0.0, pytest.approx(320.0), pytest.approx(32 / 5), pytest.approx(32 / 20)]
@@ -607,13 +607,13 @@ def test_reported_rate_falls_during_a_long_local_step(clock):
 def test_slow_dht_neither_silences_this_peer_nor_declares_the_others_dead(clock):
     tracker = see(make_tracker(), report := record(1))
     tracker.dht.answers = False
-    tracker._begin_read()
+    tracker.begin_read()
     clock.now += READ_TIMEOUT - 1
-    assert not tracker._finish_read()
+    assert not tracker.finish_read()
     clock.now += ALIVE_SECONDS
     assert tracker.view().num_expected(1) == 1, "its report was fresh when it was read"
     with pytest.raises(TimeoutError):
-        tracker._finish_read()
+        tracker.finish_read()
     tracker.dht.answers = True
     see(tracker, report)
     assert tracker.view().num_expected(1) == 0

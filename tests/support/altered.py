@@ -73,7 +73,7 @@ def record(recorder: Recorder) -> None:
     from peerstep.optimizer import CollaborativeOptimizer
     from peerstep.progress.tracker import ProgressTracker
 
-    take_step, finish_fetch = CollaborativeOptimizer.step, ProgressTracker._finish_read
+    take_step, finish_fetch = CollaborativeOptimizer.step, ProgressTracker.finish_read
 
     @wraps(take_step)
     def step(optimizer, *args, **kwargs):
@@ -85,13 +85,12 @@ def record(recorder: Recorder) -> None:
 
     @wraps(finish_fetch)
     def finish(tracker):
-        _, began = tracker._pending
         is_finished = finish_fetch(tracker)
         if is_finished:
-            recorder.write("read", seconds=time.monotonic() - began)
+            recorder.write("read", seconds=time.monotonic() - tracker.others.begun_at)
         return is_finished
 
-    CollaborativeOptimizer.step, ProgressTracker._finish_read = step, finish
+    CollaborativeOptimizer.step, ProgressTracker.finish_read = step, finish
     counts, written_at = Counter(), 0.0
 
     def count(name: str, call: Callable) -> Callable:

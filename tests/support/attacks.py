@@ -72,7 +72,7 @@ def claim_everything() -> None:
 
 def send_large() -> None:
     """Send gradients and parameters that are a thousand times too large."""
-    wrap(AllReduce, "_outgoing", lambda outgoing, self, remote: scaled(outgoing(self, remote), 1000.0))
+    wrap(AllReduce, "outgoing", lambda outgoing, self, remote: scaled(outgoing(self, remote), 1000.0))
 
 
 def answer_two_faced() -> None:
@@ -109,7 +109,7 @@ def stay_silent() -> None:
 
 def lead_nowhere() -> None:
     """Accept every request to lead, and never begin."""
-    StepMatchmaking._choose_leader = lambda self, search: self.peer_id
+    StepMatchmaking.choose_leader = lambda self, search: self.peer_id
     JoinRequests.for_step = lambda self, step: {}
 
 
@@ -123,8 +123,8 @@ def lead_falsely(kind: str) -> None:
     """As a leader, form false groups of a kind, see false_leader.py."""
 
     def run_round(run, self, control):
-        if not hasattr(self._own, "false_leader"):
-            self._own.false_leader = _LoudLeader(self, self._matchmaking, kind)
+        if not hasattr(self.own_rounds, "false_leader"):
+            self.own_rounds.false_leader = _LoudLeader(self, self._matchmaking, kind)
         return run(self, control)
 
     async def answer_part(answer, self, stream, sender):
@@ -136,7 +136,7 @@ def lead_falsely(kind: str) -> None:
         async for message in handler(stream, SimpleNamespace(remote_id=sender)):
             yield message
 
-    wrap(RoundAverager, "_run_round", run_round)
+    wrap(RoundAverager, "run_round", run_round)
     wrap(OwnRounds, "answer", answer_part)
 
 
@@ -194,7 +194,7 @@ def flood_requests() -> None:
 
     asking = {}
     StepMatchmaking.look_for_group, RoundCoordinator.update_roster = look_for_group, update_roster
-    ProgressTracker._refresh_period = lambda self: 0.2
+    ProgressTracker.refresh_period = lambda self: 0.2
 
 
 def offer_false_statistics() -> None:
@@ -209,7 +209,7 @@ def offer_false_statistics() -> None:
         ]
         return serialize(self, metadata | {"epoch": metadata["epoch"] + 1}, false)
 
-    wrap(TrainingStateAverager, "_serialize", offer_false)
+    wrap(TrainingStateAverager, "to_messages", offer_false)
     wrap(TrainingStateAverager, "offer", lambda offer, self, priority: offer(self, priority + 1))
 
 
@@ -220,7 +220,7 @@ def offer_false_state() -> None:
         noise = [torch.randn_like(tensor).abs() if tensor.is_floating_point() else tensor for tensor in tensors]
         return serialize(self, metadata | {"epoch": metadata["epoch"] + 1}, noise)
 
-    wrap(TrainingStateAverager, "_serialize", offer_noise)
+    wrap(TrainingStateAverager, "to_messages", offer_noise)
     wrap(TrainingStateAverager, "offer", lambda offer, self, priority: offer(self, priority + 1))
 
 

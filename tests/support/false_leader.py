@@ -42,12 +42,12 @@ class FalseLeader:
         self.kept: Entries = {}  # of earlier steps
         self.numbers = itertools.count(1)
         self._groups: dict[bytes, tuple[int, GroupInfo]] = {}
-        matchmaking._assemble = self.assemble
+        matchmaking.assemble = self.assemble
 
     def sign(self, step: int, **changes) -> bytes:
         """Sign claims of its own."""
         claims = Claims(self.averager.claim.value, **changes)
-        return self.matchmaking._known.sign(claims.pack(), step, self.matchmaking.peer_id, ())
+        return self.matchmaking.known.sign(claims.pack(), step, self.matchmaking.peer_id, ())
 
     def assemble(self, search: Search, joined: dict) -> None:
         step, own = search.control.step, self.matchmaking.peer_id
@@ -70,7 +70,7 @@ class FalseLeader:
         (step, group), averager = self._groups[request.group_id], self.averager
         standing = Standing([parse_claims(gathered) for gathered in group.gathered])
         shares = divide([claims.bandwidth for claims in standing.claims])
-        parts = averager._cut(step, group, standing, shares, 0.0)[self.matchmaking.peer_id]
+        parts = averager.cut_parts(step, group, standing, shares, 0.0)[self.matchmaking.peer_id]
         for _, part in answers_to(sender, parts):
             values = torch.full_like(part.own, 10.0) if part.is_gradient else part.own * self.factor
             yield averaging_pb2.AveragingData(code=averaging_pb2.AVERAGED_PART, tensor_part=part.compress(values))

@@ -183,7 +183,7 @@ def run_forked(command: list[str]) -> None:
     from peerstep.peer import clock
 
     MPFuture.reset_backend()  # all scripts would share its locks
-    clock._offset = RawValue("d", 0.0)  # and the correction of their clocks
+    clock.offset = RawValue("d", 0.0)  # and the correction of their clocks
     sys.argv = command
     sys.path.insert(0, str(Path(command[0]).parent))
     runpy.run_path(command[0], run_name="__main__")

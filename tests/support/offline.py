@@ -113,6 +113,7 @@ class Donors:
     """
 
     DIAL_SECONDS = 0.5  # to a peer that does not exist
+    copy_seconds = 0.0  # that a donor takes to copy its state
 
     def __init__(self, pool: ThreadPoolExecutor):
         self.pool, self.averagers, self.offers, self.reports, self.marks = pool, {}, {}, {}, {}
@@ -171,6 +172,7 @@ class Donors:
         return SimpleNamespace(rpc_download_state=open_download, rpc_compare_state=compare)
 
     async def _get_state(self, donor: TrainingStateAverager) -> tuple:
+        await asyncio.sleep(self.copy_seconds)
         return None, (), await asyncio.get_running_loop().run_in_executor(self.pool, donor.copy_state)
 
 

@@ -233,9 +233,9 @@ class FaultyPeer(Peer):
         self.optimizer.pop_records()
         self.has_joined = True
 
-    def _compute_seconds(self) -> float:
+    def compute_seconds(self) -> float:
         extra, self.extra_seconds = self.extra_seconds, 0.0
-        return super()._compute_seconds() + extra
+        return super().compute_seconds() + extra
 
     def _compute(self, weight: torch.Tensor) -> torch.Tensor:
         gradient = super()._compute(weight)
@@ -288,7 +288,7 @@ class FaultyRun(Scenario):
     def __enter__(self) -> "FaultyRun":
         super().__enter__()
         logging.getLogger("peerstep").setLevel(logging.INFO)
-        self._patches.setattr(clock, "_offset", _ClockError())
+        self._patches.setattr(clock, "offset", _ClockError())
         self._patches.setattr(uplink, "FIRST_CLAIM", 1e-4)  # of links that are as small as the models
         self._patches.setattr(uplink, "RATE_SECONDS", 0.25)
         self._patches.setattr(threading, "excepthook", self._on_exception)
@@ -309,7 +309,7 @@ class FaultyRun(Scenario):
 
     def _watch_rounds(self) -> None:
         """Record which local steps each reducer adds."""
-        prepare, add_held = allreduce.AllReduce.__post_init__, reducer.Reducer._add_held
+        prepare, add_held = allreduce.AllReduce.__post_init__, reducer.Reducer.add_held
 
         def prepared(runner: allreduce.AllReduce, *args) -> None:
             prepare(runner, *args)
@@ -325,7 +325,7 @@ class FaultyRun(Scenario):
             add_held(of_reducer, sums)
 
         self._patches.setattr(allreduce.AllReduce, "__post_init__", prepared)
-        self._patches.setattr(reducer.Reducer, "_add_held", added)
+        self._patches.setattr(reducer.Reducer, "add_held", added)
 
     # Peers
 

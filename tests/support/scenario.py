@@ -81,14 +81,14 @@ class Peer(Node):
     def _train(self) -> None:
         self._join()
         while True:
-            self.scenario.time.sleep(self._compute_seconds())
+            self.scenario.time.sleep(self.compute_seconds())
             weight = self.model.weight
             weight.grad = self._compute(weight.detach())
             self.local_steps.append((self.batch, weight.detach().clone(), weight.grad.clone()))
             self.optimizer.step(batch_size=self.batch)
             self._record()
 
-    def _compute_seconds(self) -> float:
+    def compute_seconds(self) -> float:
         """Return the seconds of the next local step."""
         return 1.0 / self.speed
 
