@@ -148,7 +148,7 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
             self.local_epoch, self.marks = position.step, position.marks
             self.newest_copy, self._num_restored = None, self._num_restored + 1  # it may be of another history
         if self.offload_optimizer:
-            self._apply_optimizer_parameters_()
+            self.copy_to_model()
 
     def sync_with_main_parameters(self, step: int) -> None:
         """Copy parameters that were loaded into the model to the optimizer, and set their step.
@@ -174,9 +174,10 @@ class TrainingStateAverager(SafeAverager, state_averager.TrainingStateAverager):
         if self.scheduler is not None:
             set_schedule(self.scheduler, max(0, step))
 
-    def _apply_optimizer_parameters_(self) -> None:
+    def copy_to_model(self) -> None:
+        """Copy the parameters of an offloaded optimizer to the model."""
         with self.lock_averaged_tensors:
-            super()._apply_optimizer_parameters_()
+            self._apply_optimizer_parameters_()
 
     # Offering the state
 

@@ -71,7 +71,7 @@ class TensorAssembler:
         self._num_elements = max(1, sum(spec.numel for spec in self.specs))
         self._num_complete = 0  # elements
         self._header: runtime_pb2.Tensor | None = None  # of the tensor being received
-        self._buffer, self._expected = bytearray(), 0
+        self.buffer, self._expected = bytearray(), 0
 
     @property
     def is_complete(self) -> bool:
@@ -82,7 +82,7 @@ class TensorAssembler:
         """Fraction of all elements that has arrived."""
         elements = self._num_complete
         if self._header is not None and self._expected:
-            elements += len(self._buffer) / self._expected * self.specs[len(self.tensors)].numel
+            elements += len(self.buffer) / self._expected * self.specs[len(self.tensors)].numel
         return elements / self._num_elements
 
     def add(self, chunk: runtime_pb2.Tensor) -> None:
@@ -94,12 +94,12 @@ class TensorAssembler:
             self._header = runtime_pb2.Tensor(size=chunk.size, dtype=chunk.dtype, compression=chunk.compression)
         elif not chunk.buffer:
             raise ValueError("an empty chunk")
-        if len(self._buffer) + len(chunk.buffer) > self._expected:
+        if len(self.buffer) + len(chunk.buffer) > self._expected:
             raise ValueError(f"a tensor has more than {self._expected} bytes")
-        self._buffer += chunk.buffer
-        if len(self._buffer) == self._expected:
-            self._header.buffer = bytes(self._buffer)
+        self.buffer += chunk.buffer
+        if len(self.buffer) == self._expected:
+            self._header.buffer = bytes(self.buffer)
             # In shared memory at once, through which they leave this process: what is freed would stay in the heap.
             self.tensors.append(deserialize_torch_tensor(self._header).share_memory_())
             self._num_complete += self.specs[len(self.tensors) - 1].numel
-            self._header, self._buffer = None, bytearray()
+            self._header, self.buffer = None, bytearray()

@@ -30,7 +30,6 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
-from urllib3 import connection
 
 from arguments import DatasetArguments, ModelArguments
 from cotrain.common.errors import UserError, describe
@@ -615,10 +614,12 @@ def test_an_address_of_the_run_leads_to_the_internet_only(args, host, monkeypatc
 )
 def test_data_is_not_fetched_from_a_private_network_of_the_volunteer(address, initial_peer, is_safe, monkeypatch):
     connected = SimpleNamespace(getpeername=lambda: (address, 80), close=lambda: None)
-    monkeypatch.setattr(connection.HTTPConnection, "_new_conn", lambda _: connected)
+    monkeypatch.setattr("urllib3.util.connection.create_connection", lambda *_args, **_options: connected)
     adapter = GuardedAdapter([ipaddress.ip_address(initial_peer)])
     with contextlib.nullcontext() if is_safe else pytest.raises(UserError, match="not on the internet"):
-        assert GuardedConnection("name.example", adapter=adapter)._new_conn() is connected
+        guarded = GuardedConnection("name.example", adapter=adapter)
+        guarded.connect()
+        assert guarded.sock is connected
 
 
 def test_an_address_of_the_run_gets_no_password_and_no_proxy(args, host, folders, tmp_path, monkeypatch):

@@ -4,8 +4,8 @@ import asyncio
 import dataclasses
 import multiprocessing
 import os
+import signal
 from contextlib import nullcontext
-from functools import partial
 from types import SimpleNamespace
 from unittest.mock import AsyncMock, Mock
 
@@ -170,13 +170,12 @@ def test_signers_have_a_key_of_the_usual_kind(monkeypatch):
 def test_refused_record_does_not_cost_the_answer_that_it_is_in():
     (validator,), own_subkey = make_validators("run", KEY)
     good = make_record("metrics", own_subkey, MSGPackSerializer.dumps(GOOD))
-    answer, protocol = DictionaryDHTValue(), SimpleNamespace(serializer=MSGPackSerializer)
-    protocol._validate_record = partial(DHTProtocol._validate_record, protocol)
+    answer, protocol = DictionaryDHTValue(), DHTProtocol.__new__(DHTProtocol)
     protocol.record_validator = validator
     answer.store(own_subkey, validator.sign_value(good), good.expiration_time)
     answer.store(b"junk", b"junk", good.expiration_time)
     answer.maxsize = "no number"
-    assert DHTProtocol._validate_dictionary(protocol, good.key, answer)
+    assert protocol._validate_dictionary(good.key, answer)
     assert [subkey for subkey, _ in answer.items()] == [own_subkey]
 
 
@@ -354,7 +353,7 @@ def test_full_records_survive_the_pipe_and_the_dht(tmp_path):
 def call_and_die(dht, number: int) -> None:
     for _ in range(number):
         dht.get("key", return_future=True)
-    os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.peers

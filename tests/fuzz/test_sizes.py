@@ -158,7 +158,7 @@ def assemble(content: bytes) -> int:
     assembler = TensorAssembler([spec_of(TENSOR)])
     for _ in range(2):
         assembler.add(averaging_pb2.DownloadData.FromString(content).tensor_part)
-    return len(assembler._buffer)
+    return len(assembler.buffer)
 
 
 def make_answer() -> bytes:

@@ -85,7 +85,7 @@ def test_size_of_the_assembler_is_bounded():
     with pytest.raises(ValueError, match="more than 240000 bytes"):
         for _ in range(10):
             assembler.add(second)
-    assert len(assembler._buffer) <= 240_000 and not assembler.tensors
+    assert len(assembler.buffer) <= 240_000 and not assembler.tensors
 
 
 def test_dtype_of_a_later_chunk_is_ignored():

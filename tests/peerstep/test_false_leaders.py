@@ -15,7 +15,7 @@ def corrupt(peer: Peer, kind: str) -> FalseLeader:
     leader = FalseLeader(averager, averager._matchmaking, kind)
     name = next(name for name in peer.handlers if name.endswith("RoundAverager.rpc_aggregate_part"))
     handler, is_stream = peer.handlers[name]
-    peer.handlers[name] = peer._answered[name] = leader.wrap(handler), is_stream
+    peer.handlers[name] = peer.answered[name] = leader.wrap(handler), is_stream
     return leader
 
 

@@ -193,7 +193,7 @@ async def average_in_false_group(averager: RoundAverager, claims: dict[PeerID, C
     averager._p2p, averager._matchmaking = None, SimpleNamespace(conduct=Conduct(VICTIM))
     (group,) = deal(3, claims, None)
     leader = FalseLeader(build_averager(EVIL), SimpleNamespace(peer_id=EVIL), "groups of two")
-    leader._groups[group.group_id] = 3, group
+    leader.groups[group.group_id] = 3, group
 
     async def answer(stream):
         return leader.answer(await anext(stream), VICTIM)

@@ -1,10 +1,10 @@
 """Tests of the training state: schedule, updates, snapshots, and states that do not fit."""
 
 import math
-import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from multiprocessing import get_context
 from types import SimpleNamespace
 
 import pytest
@@ -131,7 +131,7 @@ def test_nobody_reads_the_state_in_the_middle_of_an_update_or_a_download(pool, c
         change = pool.submit(averager.restore, {**metadata, "epoch": 1}, [*averaged, *tensors[len(averaged) :]])
     assert is_in_the_middle.wait(60)
     readers = [pool.submit(snapshot, averager), pool.submit(averager.copy_state),
-               pool.submit(averager._apply_optimizer_parameters_)]  # fmt: skip
+               pool.submit(averager.copy_to_model)]  # fmt: skip
     assert not wait(readers, timeout=0.5).done
     may_end.set()
     change.result(60)
@@ -253,16 +253,15 @@ def test_peer_without_space_for_a_copy_says_so(tmp_path):
 def test_children_keep_no_copies_of_the_statistics():
     """They see what this process writes after the fork."""
     statistics = statistics_of(offline_averager())
-    reading_end, writing_end = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.read(reading_end, 1)
-        os._exit(all((value == 2.0).all() for value in statistics))
+    fork = get_context("fork")
+    ours, theirs = fork.Pipe()
+    child = fork.Process(target=lambda: theirs.send(theirs.recv() and all((x == 2.0).all() for x in statistics)))
+    child.start()
     for value in statistics:
         value.fill_(2.0)
-    os.write(writing_end, b".")
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
-    os.close(reading_end), os.close(writing_end)
+    ours.send("changed")
+    assert ours.poll(60) and ours.recv()
+    child.join(60)
 
 
 # Second moments

@@ -145,7 +145,7 @@ def add_donor(donors: Donors, step: int, value: float = 1.0, reported: int | Non
     """Add a donor whose parameters all have a value; it reports a step as trainers do, unless that is None."""
     donor = donors.add(**options)
     fill_parameters(donor, value)
-    donor._apply_optimizer_parameters_()
+    donor.copy_to_model()
     offer(donor, step=step)
     if reported is not None:
         donors.reports[donor.public_key] = reported

@@ -1,16 +1,18 @@
 """Tests of the download of the training state, from good, faulty and lying donors."""
 
 import asyncio
+import math
 import threading
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from hivemind.proto.averaging_pb2 import DownloadData, DownloadRequest
 from hivemind.utils import MSGPackSerializer
+from hivemind.utils.streaming import split_for_streaming
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from cotrain.training import builders
@@ -56,7 +58,7 @@ def test_state_survives_the_transfer(donors, optimizer, compression, tolerance, 
         update(donor, epoch, seed=epoch)
     for entry in donor.optimizer.state.values():
         entry["step"] += 5000  # an integer in LAMB, a tensor in AdamW
-    donor._apply_optimizer_parameters_()
+    donor.copy_to_model()
     offer(donor, step=2)
     assert newcomer.load_state_from_peers()
     assert newcomer.local_epoch == newcomer.applied_step == 2
@@ -146,7 +148,7 @@ def test_faulty_donor_is_passed_over_and_without_another_the_own_state_stays(don
     )
     faulty, good, newcomer = donors.add(behaviour), donors.add(), donors.add(donor_timeout=1.0, download_timeout=12.0)
     update(good, 1, seed=0)
-    good._apply_optimizer_parameters_()
+    good.copy_to_model()
     offer(faulty, step=1, priority=100.0)
     offer(good, step=1)
     assert newcomer.load_state_from_peers() and newcomer.local_epoch == 1
@@ -167,27 +169,49 @@ def test_download_that_breaks_off_is_tried_again(donors):
     assert newcomer.load_state_from_peers() and newcomer.local_epoch == 5
 
 
-def make_download(*dials: Exception | None, timeout: float = 100.0, credible_step: int | None = None) -> StateDownload:
-    """Build a download that has dialed further donors, with these results."""
-    averager, layout = SimpleNamespace(serializer=MSGPackSerializer), SimpleNamespace(max_metadata_bytes=100)
-    download = StateDownload(averager, layout, 60.0, 0, credible_step, timeout=timeout)
-    for number, result in enumerate(dials):
-        download._dials[number] = Future()
-        download._dials[number].set_result(result)
-        download._queue.append(number)
-    return download
+def stall(seconds: float) -> Callable:
+    """Pause after the first message for so long."""
+
+    async def send(messages: AsyncIterator) -> AsyncIterator:
+        yield await anext(messages)
+        await asyncio.sleep(seconds)
+        async for message in messages:
+            yield message
+
+    return send
 
 
+def in_time(seconds: float) -> Callable:
+    """Send the state in so many seconds."""
+
+    async def send(messages: AsyncIterator) -> AsyncIterator:
+        parts = [message async for message in messages]
+        size = sum(len(part.tensor_part.buffer) for part in parts)
+        for part in parts:
+            yield part
+            await asyncio.sleep(seconds * len(part.tensor_part.buffer) / size)
+
+    return send
+
+
+@pytest.mark.parametrize("is_other_reachable", [True, False])
 @pytest.mark.parametrize(
-    ("elapsed", "fraction", "is_too_slow"),
-    [(5, 0.0, False), (11, 0.0, True), (50, 0.6, True), (50, 0.7, False), (90, 1.0, True), (70, 0.95, False)],
+    ("behaviour", "is_too_slow"),
+    [(stall(9.0), False), (stall(11.0), True), (in_time(70.0), False), (in_time(80.0), True)],
 )
-def test_slow_donor_is_abandoned_for_reachable_donors(clock, elapsed, fraction, is_too_slow):
-    for dials in ([OSError(), None], [OSError()], []):
-        download = make_download(*dials, timeout=100 - elapsed)
-        download._asks_again = True
-        with pytest.raises(ConnectionError) if is_too_slow and None in dials else nullcontext():
-            download._check_pace("donor", download.started - elapsed, fraction)
+def test_slow_donor_is_abandoned_for_reachable_donors(donors, monkeypatch, behaviour, is_too_slow, is_other_reachable):
+    """It would take more than three quarters of the 100 seconds, as ten of them have shown."""
+    monkeypatch.setattr(StateDownload, "SLOW_SECONDS", math.inf)
+    split = partial(split_for_streaming, chunk_size_bytes=1000)
+    monkeypatch.setattr("peerstep.state.averager.split_for_streaming", split)
+    offer(donors.add(behaviour), step=6)
+    if is_other_reachable:
+        offer(donors.add(), step=5)
+    else:
+        donors.offers = {make_subkey(RNG): 5.0}
+    newcomer = donors.add(donor_timeout=100.0, download_timeout=100.0)
+    assert newcomer.load_state_from_peers()
+    assert newcomer.local_epoch == (5 if is_too_slow and is_other_reachable else 6)
 
 
 @pytest.mark.parametrize(
@@ -197,31 +221,38 @@ def test_slow_donor_is_abandoned_for_reachable_donors(clock, elapsed, fraction, 
         ([300, 100, 200], [300, 100, 200]), ([300, 200, 100, 20], [300, 200, 100]),
     ],
 )  # fmt: skip
-def test_donors_on_thin_lines_are_put_aside_for_others(donors, clock, times, asked):
+def test_donors_on_thin_lines_are_put_aside_for_others(donors, times, asked):
     """Seconds that the donors would take, in the order in which they are asked at first; and who is asked."""
     seen = []
-
-    def in_time(seconds: float) -> Callable:
-        async def send(messages: AsyncIterator) -> AsyncIterator:
-            seen.append(seconds)
-            parts = [message async for message in messages]
-            size = sum(len(part.tensor_part.buffer) for part in parts)
-            for part in parts:
-                yield part
-                await asyncio.sleep(seconds * len(part.tensor_part.buffer) / size)
-
-        return send
-
     for number, seconds in enumerate(times):
-        offer(donors.add(in_time(seconds)), step=9 - number)
+        send = in_time(seconds)
+        donor = donors.add(lambda messages, seconds=seconds, send=send: seen.append(seconds) or send(messages))
+        offer(donor, step=9 - number)
     newcomer = donors.add(donor_timeout=100.0, download_timeout=600.0)
     assert newcomer.load_state_from_peers() and newcomer.local_epoch == 9 - times.index(asked[-1])
     assert seen == asked
 
 
-def test_donor_may_be_silent_for_a_quarter_of_the_time_while_others_are_left(clock):
-    assert make_download(None)._max_silence() == 25.0
-    assert make_download(OSError())._max_silence() == 60.0
+@pytest.mark.parametrize(("is_other_reachable", "seconds"), [(True, 25.0), (False, 60.0)])
+def test_donor_may_be_silent_for_a_quarter_of_the_time_while_others_are_left(
+    donors, clock, is_other_reachable, seconds
+):
+    ended = []
+
+    async def be_silent_until_left(_messages: AsyncIterator) -> AsyncIterator:
+        try:
+            await asyncio.sleep(1000.0)
+            yield
+        finally:
+            ended.append(clock.now)
+
+    offer(donors.add(be_silent_until_left), step=6)
+    if is_other_reachable:
+        offer(donors.add(), step=5)
+    else:
+        donors.offers = {make_subkey(RNG): 5.0}
+    donors.add(donor_timeout=60.0, download_timeout=100.0).load_state_from_peers()
+    assert ended[0] == pytest.approx(seconds, abs=1.0)
 
 
 def test_offers_of_nonexistent_peers_take_little_time(donors, clock, monkeypatch):
@@ -303,7 +334,7 @@ def test_state_that_most_other_donors_contradict_is_the_last_resort(donors, num_
         for _ in range(number):
             donor = donors.add()
             fill_parameters(donor, value + 0.01 * number)  # honest peers differ, and are a step apart
-            donor._apply_optimizer_parameters_()
+            donor.copy_to_model()
             offer(donor, step=5, priority=priority)
     newcomer = donors.add()
     _, _, tensors = newcomer.download_state(credible_step=5)
@@ -313,7 +344,7 @@ def test_state_that_most_other_donors_contradict_is_the_last_resort(donors, num_
 def test_donor_whom_the_only_other_one_contradicts_is_used_all_the_same(donors):
     for value in (1.0, -1.0):
         fill_parameters(donor := donors.add(), value)
-        donor._apply_optimizer_parameters_()
+        donor.copy_to_model()
         offer(donor, step=5)
     assert donors.add().download_state() is not None
 
@@ -335,7 +366,7 @@ def test_state_with_false_statistics_is_not_used(donors, optimizer, first, secon
         for number in range(1, step + 1):  # noise, in which first moments ten steps apart are unrelated
             update(donor, number, seed=number)
         fill_parameters(donor, 0.5)
-        donor._apply_optimizer_parameters_()
+        donor.copy_to_model()
         offer(donor, step=5, priority=6 - len(donors.averagers))
     newcomer = donors.add(**options)
     liar = next(iter(donors.averagers.values()))
@@ -473,6 +504,11 @@ async def test_downloads_of_a_peer_and_those_that_stall_are_bounded(donors, monk
     assert [started.count(reader) for reader in readers] == [2, 1]
     assert [task.cancelled() for task in tasks] == [True, True, False, True]
     assert not donor.uploads
+
+
+def make_download(credible_step: int | None = None) -> StateDownload:
+    averager, layout = SimpleNamespace(serializer=MSGPackSerializer), SimpleNamespace(max_metadata_bytes=100)
+    return StateDownload(averager, layout, 60.0, 0, credible_step, timeout=100.0)
 
 
 def test_credible_step_grows_with_the_time_of_a_download(clock):

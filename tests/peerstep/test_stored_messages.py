@@ -2,6 +2,7 @@
 
 import os
 import resource
+import sys
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
@@ -29,7 +30,7 @@ def receive(inbox: Connection) -> None:
     inbox.send("received")
     inbox.recv()
     assert list(first) == list(second) == MESSAGES
-    os._exit(7)
+    sys.exit(7)
 
 
 def test_another_process_has_the_file_for_as_long_as_it_reads(tmp_path):

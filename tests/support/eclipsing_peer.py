@@ -18,7 +18,7 @@ from hivemind.dht.validation import CompositeValidator
 from hivemind.utils.crypto import RSAPrivateKey
 
 from peerstep.patches import apply_patches
-from peerstep.peer.node import WITHOUT_CACHES, RelayedP2P, RunNode, read_reports
+from peerstep.peer.node import PROGRESS, WITHOUT_CACHES, RelayedP2P, RunNode, read_reports
 from tests.support.dht_nodes import HOST, invent_peers, make_hostile
 from tests.support.dht_records import make_validators
 
@@ -35,7 +35,7 @@ async def main(run_id: str, address: str) -> None:
     options = {"initial_peers": [address], "record_validator": CompositeValidator(validators), **WITHOUT_CACHES}
     node = await RunNode.create(p2p=p2p, **options)
     while True:
-        reports = await read_reports(node, f"{run_id}_training_progress")
+        reports = await read_reports(node, f"{run_id}_{PROGRESS}")
         print(f"attacked {len(reports)} trainers, took {protocol.num_stored} records", flush=True)
         for peer in list(node.protocol.routing_table.uid_to_peer_id.values()):
             await node.protocol.call_ping(peer)

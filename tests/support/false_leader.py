@@ -41,7 +41,7 @@ class FalseLeader:
         self.led: list[int] = []  # steps
         self.kept: Entries = {}  # of earlier steps
         self.numbers = itertools.count(1)
-        self._groups: dict[bytes, tuple[int, GroupInfo]] = {}
+        self.groups: dict[bytes, tuple[int, GroupInfo]] = {}
         matchmaking.assemble = self.assemble
 
     def sign(self, step: int, **changes) -> bytes:
@@ -57,7 +57,7 @@ class FalseLeader:
             entries = self.change(self, true | {own: self.sign(step)}, victim)
             if entries.get(victim):
                 for group in deal(step, {peer_id: claims_of(entry) for peer_id, entry in entries.items()}, None):
-                    self._groups[group.group_id] = step, group
+                    self.groups[group.group_id] = step, group
             request.answer.set_result(entries)
         self.kept |= true
 
@@ -65,9 +65,9 @@ class FalseLeader:
         self, request: averaging_pb2.AveragingData, sender: PeerID
     ) -> AsyncIterator[averaging_pb2.AveragingData] | None:
         """Return what it answers in a false group; None if the group is none of these."""
-        if request.group_id not in self._groups:
+        if request.group_id not in self.groups:
             return
-        (step, group), averager = self._groups[request.group_id], self.averager
+        (step, group), averager = self.groups[request.group_id], self.averager
         standing = Standing([parse_claims(gathered) for gathered in group.gathered])
         shares = divide([claims.bandwidth for claims in standing.claims])
         parts = averager.cut_parts(step, group, standing, shares, 0.0)[self.matchmaking.peer_id]
@@ -87,7 +87,7 @@ class FalseLeader:
                 async for message in stream:
                     yield message
 
-            is_false = first.group_id in self._groups
+            is_false = first.group_id in self.groups
             messages = self.answer(first, context.remote_id) if is_false else handler(again(), context)
             async for message in messages:
                 yield message

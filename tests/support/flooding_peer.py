@@ -60,7 +60,8 @@ async def find_repeatedly(node: DHTNode, peer: PeerID, run_id: str) -> None:
 
 
 def list_calls(p2p: P2P, peer: PeerID, run_id: str) -> Iterator:
-    rounds = RoundAverager.get_stub(p2p, peer, namespace=f"{run_id}_round_averager")
+    prefix = f"{run_id}_round_averager"
+    rounds = RoundAverager.get_stub(p2p, peer, namespace=prefix)
     states = TrainingStateAverager.get_stub(p2p, peer, namespace=f"{run_id}_state_averager")
     for _ in range(NUM_PARTS):
         part = averaging_pb2.AveragingData(code=averaging_pb2.PART_FOR_AVERAGING, group_id=os.urandom(40))
@@ -73,7 +74,7 @@ def list_calls(p2p: P2P, peer: PeerID, run_id: str) -> Iterator:
     for _ in range(NUM_DOWNLOADS):
         yield hold(states.rpc_download_state(averaging_pb2.DownloadRequest()))
     for method in ("rpc_join_group", "rpc_aggregate_part"):
-        yield send_oversized(p2p, peer, RoundAverager._get_handle_name(f"{run_id}_round_averager", method))
+        yield send_oversized(p2p, peer, RoundAverager._get_handle_name(prefix, method))
 
 
 async def flood(_dht: DHT, node: DHTNode, run_id: str, own: bytes) -> None:

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from cotrain.dht.run_records import record_schemas
 from peerstep.local_peer import LocalPeer
 from peerstep.peer.clock import run_time
+from peerstep.peer.node import PROGRESS
 from peerstep.reports.progress_report import PeerProgress
 from peerstep.reports.records import store_record
 
@@ -25,7 +26,7 @@ def main(run_id: str, address: str) -> None:
     ):
         while True:
             report = PeerProgress(b"", time=run_time()).to_record() | {"schema": "nobody", "reported_at": run_time()}
-            store_record(swarm.dht, f"{run_id}_training_progress", swarm.public_key, report, 120.0)
+            store_record(swarm.dht, f"{run_id}_{PROGRESS}", swarm.public_key, report, 120.0)
             print("attacked the trainers that begin", flush=True)
             time.sleep(5.0)
 

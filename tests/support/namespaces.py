@@ -45,8 +45,8 @@ class Host:
     def __init__(self):
         self.address, self.router = "", self
         machine = os.readlink("/proc/self/ns/net")
-        self._holder = subprocess.Popen(["unshare", "--net", "sleep", "infinity"], preexec_fn=leave_with_parent)
-        self.namespace = f"/proc/{self._holder.pid}/ns/net"
+        self.holder = subprocess.Popen(["unshare", "--net", "sleep", "infinity"], preexec_fn=leave_with_parent)
+        self.namespace = f"/proc/{self.holder.pid}/ns/net"
         try:
             wait_until(lambda: os.readlink(self.namespace) != machine, 120, "a network namespace")
             self.run("ip link set lo up")
@@ -65,13 +65,13 @@ class Host:
 
     def add_link(self, name: str, peer: "Host", peer_name: str) -> None:
         """Connect two hosts with a virtual cable."""
-        self.run(f"ip link add {name} type veth peer name {peer_name} netns {peer._holder.pid}")
+        self.run(f"ip link add {name} type veth peer name {peer_name} netns {peer.holder.pid}")
         self.run(f"ip link set {name} up")
         peer.run(f"ip link set {peer_name} up")
 
     def close(self) -> None:
-        self._holder.kill()
-        self._holder.wait()
+        self.holder.kill()
+        self.holder.wait()
 
 
 def _limit(host: Host, interface: str, rate: float) -> None:

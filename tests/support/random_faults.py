@@ -170,11 +170,11 @@ class FaultyPeer(Peer):
         self.has_left, self.dht_mode = False, None
         self.has_nan, self.extra_seconds = False, 0.0  # of the next local step
 
-    def _train(self) -> None:
+    def train(self) -> None:
         self._watch(self.optimizer.model.accumulator)
         self.optimizer.on_round = self._on_round
         try:
-            super()._train()
+            super().train()
         except Exception:
             self.scenario.errors.append(f"{self.name}: {traceback.format_exc()}")
 
@@ -237,15 +237,15 @@ class FaultyPeer(Peer):
         extra, self.extra_seconds = self.extra_seconds, 0.0
         return super().compute_seconds() + extra
 
-    def _compute(self, weight: torch.Tensor) -> torch.Tensor:
-        gradient = super()._compute(weight)
+    def compute(self, weight: torch.Tensor) -> torch.Tensor:
+        gradient = super().compute(weight)
         if self.has_nan:
             self.has_nan, gradient[3] = False, math.nan
         return gradient
 
-    def _record(self) -> None:
+    def record(self) -> None:
         before = self._recorded
-        super()._record()
+        super().record()
         if self._recorded != before and self._recorded % 3 == 0:
             self.checkpoint = self.state
 

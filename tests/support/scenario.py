@@ -71,28 +71,28 @@ class Peer(Node):
         if start_step:
             self.optimizer.begin_at(start_step)
             self.optimizer.share_state()
-        threading.Thread(target=self._train, name=f"Trainer {self.name}", daemon=True).start()
+        threading.Thread(target=self.train, name=f"Trainer {self.name}", daemon=True).start()
 
     def _restore(self, metadata: dict, tensors: list[torch.Tensor]) -> None:
         self.downloads.append((self.step, metadata["epoch"]))
         self.loaded.append(tensors[0].clone())
         type(self.optimizer.state_averager).restore(self.optimizer.state_averager, metadata, tensors)
 
-    def _train(self) -> None:
+    def train(self) -> None:
         self._join()
         while True:
             self.scenario.time.sleep(self.compute_seconds())
             weight = self.model.weight
-            weight.grad = self._compute(weight.detach())
+            weight.grad = self.compute(weight.detach())
             self.local_steps.append((self.batch, weight.detach().clone(), weight.grad.clone()))
             self.optimizer.step(batch_size=self.batch)
-            self._record()
+            self.record()
 
     def compute_seconds(self) -> float:
         """Return the seconds of the next local step."""
         return 1.0 / self.speed
 
-    def _compute(self, weight: torch.Tensor) -> torch.Tensor:
+    def compute(self, weight: torch.Tensor) -> torch.Tensor:
         """Return the gradient of a local step."""
         noise = torch.randn(NUM_PARAMETERS, generator=self.noise).view(weight.shape)
         return weight - self.scenario.target.view(weight.shape) + 2.0 * noise
@@ -109,7 +109,7 @@ class Peer(Node):
         self.optimizer.pop_records()
         self.has_joined = True
 
-    def _record(self) -> None:
+    def record(self) -> None:
         self.samples.update((r.step, r.samples) for r in self.optimizer.pop_records() if r.outcome != Outcome.FAILED)
         if self.optimizer.state_averager.applied_step != self._recorded:
             metadata, tensors = snapshot(self.optimizer.state_averager)
@@ -149,7 +149,7 @@ class Peer(Node):
         """Say goodbye, and end."""
         self.optimizer.say_goodbye()
         self.optimizer.stop_averaging()
-        self._record()
+        self.record()
         self.kill(silently=False)
 
 

@@ -76,7 +76,7 @@ class Node:
         self.context.run(owner.set, self)
         self.averagers: list[SafeAverager] = []
         self.handlers: dict[str, tuple[Callable, bool]] = {}
-        self._answered: dict[str, tuple[Callable, bool]] = {}
+        self.answered: dict[str, tuple[Callable, bool]] = {}
         self.tasks: set[asyncio.Task] = set()
         self.links_free_at = [0.0, 0.0]  # uplink and downlink
         self.bytes_to_send = 0.0  # since the start, with those that wait for the uplink
@@ -114,7 +114,7 @@ class Node:
 
     def recover(self) -> None:
         """Answer all calls again."""
-        self.handlers = dict(self._answered)
+        self.handlers = dict(self.answered)
 
     @property
     def sent_bytes(self) -> float:
@@ -172,7 +172,7 @@ class Node:
     # As a P2P object
 
     async def add_protobuf_handler(self, name: str, handler: Callable, _type, *, stream_input: bool, **_) -> None:
-        self.handlers[name] = self._answered[name] = handler, stream_input
+        self.handlers[name] = self.answered[name] = handler, stream_input
 
     async def connect(self, peer_id: PeerID, _maddrs: list) -> None:
         await self.network.dial(self, peer_id)

@@ -81,9 +81,9 @@ def replace_modules(patches: pytest.MonkeyPatch, replaced: dict[str, _Module]) -
 
 
 class _LeapingSelector(selectors.DefaultSelector):
-    """Selector of a _LeapingLoop."""
+    """Selector of a LeapingLoop."""
 
-    loop: "_LeapingLoop"
+    loop: "LeapingLoop"
 
     def select(self, timeout: float | None = None) -> list:
         if not timeout or self.loop.num_working:
@@ -93,7 +93,7 @@ class _LeapingSelector(selectors.DefaultSelector):
         return events
 
 
-class _LeapingLoop(asyncio.SelectorEventLoop):
+class LeapingLoop(asyncio.SelectorEventLoop):
     """Event loop with the time of a LeapingClock. `num_working` counts what its executors do for it."""
 
     def __init__(self, clock: "LeapingClock"):
@@ -132,7 +132,7 @@ class LeapingClock:
     def install(self, patches: pytest.MonkeyPatch) -> None:
         replace_modules(patches, {"time": _Module(time, monotonic=self.monotonic, time=self.time)})
         policy = asyncio.DefaultEventLoopPolicy()
-        policy._loop_factory = partial(_LeapingLoop, self)
+        policy._loop_factory = partial(LeapingLoop, self)
         policy.set_event_loop(None)  # none but that of `asyncio.run`
         patches.setattr(asyncio.events, "_event_loop_policy", policy)
 

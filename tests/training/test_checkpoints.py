@@ -199,7 +199,7 @@ def test_killed_at_fifty_random_moments_the_newest_checkpoint_is_complete(tmp_pa
             try:
                 write_for_ever(tmp_path, newest + 1, writing_end)
             finally:
-                os._exit(1)
+                os.kill(os.getpid(), signal.SIGKILL)
         for _ in range(1 + number % 2):  # kill it in the first checkpoint, every other time in a later one
             os.read(reading_end, 1)
         time.sleep(generator.uniform(0.005, 0.15))
