@@ -109,7 +109,7 @@ def test_special_tokens_are_those_of_the_tokenizer(model_type, tokenizer, messag
     set_special_tokens(config, tokenizer)
     config.validate()
     assert not messages()
-    tokens = {key: value for key, value in vars(config).items() if key.endswith("_token_id")}
+    tokens = {key: value for key, value in vars(config).items() if key.endswith("token_id")}
     assert {"pad_token_id", "bos_token_id", "eos_token_id"} <= tokens.keys()
     assert all(value is None or 0 <= value < 98 for value in tokens.values())
     assert config.pad_token_id == tokenizer.pad_token_id

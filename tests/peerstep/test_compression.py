@@ -7,12 +7,12 @@ from collections.abc import Callable
 import hypothesis.strategies as st
 import pytest
 import torch
-from hivemind.averaging.partition import TensorPartContainer
-from hivemind.compression import CompressionInfo, TensorRole, deserialize_torch_tensor
+from hivemind.compression import RoleAdaptiveCompression, TensorRole, deserialize_torch_tensor
 from hivemind.proto import runtime_pb2
 from hivemind.proto.runtime_pb2 import BLOCKWISE_8BIT
 from hypothesis import example, given, settings
 
+from peerstep.rounds.allreduce import cut_tensors
 from peerstep.tensors.checks import TensorSpec, check_tensor
 from peerstep.tensors.compression import (
     BLOCK,
@@ -114,9 +114,9 @@ def test_zeros_and_the_largest_values(compression, tensor):
 def test_blocks_do_not_depend_on_the_parts_of_an_all_reduce(compression):
     """The peers cut a tensor as its bytes and their bandwidths demand."""
     tensor = normal(1_500_000)
-    info = CompressionInfo.from_tensor(tensor, key=0, role=TensorRole.GRADIENT)
-    container = TensorPartContainer([tensor], [0.3, 0.7], compression, tensor_infos=[info])
-    parts = [part for peer in container._input_parts_by_peer for part, _ in peer]
+    role, by_role = TensorRole.GRADIENT, RoleAdaptiveCompression(gradient=compression)
+    members = cut_tensors(by_role, 2**19, 0, role, [tensor], [torch.zeros_like(tensor)], [0.3, 0.7])
+    parts = [part.own for of_member in members for part in of_member]
     assert len(parts) > 1
     restored = torch.cat([transmit(compression, part) for part in parts])
     assert torch.equal(restored, transmit(compression, tensor))

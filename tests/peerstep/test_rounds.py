@@ -188,9 +188,11 @@ def build_averager(peer_id: PeerID) -> RoundAverager:
     return RoundAverager([torch.randn(4000)], Options(batch_size_per_step=4), dht=dht, **names)
 
 
-async def average_in_false_group(averager: RoundAverager, claims: dict[PeerID, Claims]) -> RoundResult:
+async def average_in_false_group(
+    averager: RoundAverager, claims: dict[PeerID, Claims], conduct: Conduct
+) -> RoundResult:
     """Let the victim average in a group that the evil one has formed."""
-    averager._p2p, averager._matchmaking = None, SimpleNamespace(conduct=Conduct(VICTIM))
+    averager._p2p, averager._matchmaking = None, SimpleNamespace(conduct=conduct)
     (group,) = deal(3, claims, None)
     leader = FalseLeader(build_averager(EVIL), SimpleNamespace(peer_id=EVIL), "groups of two")
     leader.groups[group.group_id] = 3, group
@@ -207,7 +209,7 @@ async def average_in_false_group(averager: RoundAverager, claims: dict[PeerID, C
 async def test_only_who_claims_to_lack_updates_takes_parameters_in_other_rounds(offline, clock, distance, takes):
     """The other member is the only reducer, and claims that it lacks a thousand updates itself."""
     averager, claims = build_averager(VICTIM), {VICTIM: Claims(0.0, distance), EVIL: Claims(20.0, 1000.0)}
-    result = await average_in_false_group(averager, claims)
+    result = await average_in_false_group(averager, claims, Conduct(VICTIM))
     assert (result.received_parameters is not None) == takes
     assert not result.is_far or takes
 
@@ -222,5 +224,6 @@ async def test_members_that_ask_for_another_group_do_not_know_this_one(offline, 
     for sender in others:
         request = as_aiter(AveragingData(group_id=group_id))
         assert [answer.code async for answer in averager.own_rounds.answer(request, sender)] == [BAD_GROUP_ID]
-    await average_in_false_group(averager, {EVIL: Claims(20.0)} | dict.fromkeys([VICTIM, *others], Claims(0.0)))
-    assert averager._matchmaking.conduct.may_lead(EVIL) == may_lead
+    conduct, clients = Conduct(VICTIM), dict.fromkeys([VICTIM, *others], Claims(0.0))
+    await average_in_false_group(averager, {EVIL: Claims(20.0)} | clients, conduct)
+    assert conduct.may_lead(EVIL) == may_lead

@@ -117,7 +117,7 @@ def test_tests_that_the_catalogue_names_exist():
 
 @pytest.mark.usefixtures("patches")
 def test_patches_are_in_effect_and_applied_once():
-    decode = hivemind.utils.MSGPackSerializer._decode_ext_types
+    before = dict(vars(hivemind.utils.MSGPackSerializer))
     patches.apply_patches()
     assert averager.switch_to_uvloop is dht.switch_to_uvloop is switch_to_safe_loop
-    assert averager.Matchmaking is StepMatchmaking and hivemind.utils.MSGPackSerializer._decode_ext_types is decode
+    assert averager.Matchmaking is StepMatchmaking and vars(hivemind.utils.MSGPackSerializer) == before

@@ -23,18 +23,19 @@ def test_scaler_of_hivemind_is_refused():
         CollaborativeOptimizer.step(SimpleNamespace(), grad_scaler=object())
 
 
-def make_control() -> RoundControl:
+def make_control() -> tuple[RoundControl, MPFuture]:
+    """Return the handle of a round, and the future by which it is cancelled."""
     trigger, cancel = MPFuture(), MPFuture()  # the first one of a process must not be the control
     control = RoundControl(scheduled_time=0.0, deadline=math.inf, allow_retries=False, weight=3.0, data_for_gather=b"")
     control.step = 2**40
     control.attach(trigger, cancel)
-    return control
+    return control, cancel
 
 
 def test_round_that_ends_while_it_is_called_off_raises_nothing():
-    control = make_control()
+    control, cancel = make_control()
     control.allow_allreduce()
-    control._cancel.set_result(None)
+    cancel.set_result(None)
     with pytest.raises(Exception, match="CANCEL|FINISHED|state"):
         control.cancel()
     control.call_off()
@@ -42,7 +43,7 @@ def test_round_that_ends_while_it_is_called_off_raises_nothing():
 
 def test_round_that_has_timed_out_is_called_off_without_a_warning():
     """A laptop wakes up after the timeout of the search for a group."""
-    control = make_control()
+    control, _ = make_control()
     control.set_exception(TimeoutError())
     assert not control.triggered
     control.call_off()
@@ -76,7 +77,7 @@ def test_task_to_which_nothing_refers_survives_the_garbage_collector():
 
 
 def test_handle_of_a_round_keeps_its_values_apart():
-    control = make_control()
+    control, _ = make_control()
     control.weight = 7.0
     assert (control.step, control.weight) == (2**40, 7.0)
 

@@ -51,8 +51,9 @@ def load(run: Path, **flags):
     """Load what a trainer of a run computes on."""
     data = {"dataset_path": str(run / "dataset"), "tokenizer_path": str(run / "tokenizer"), "takes_own_data": True,
             "model_name_or_path": MODEL, **flags}  # fmt: skip
-    args = make_arguments(run / "outputs", {"use_cpu": True}, run_id="friends")
-    return load_workload(args._replace(dataset=DatasetArguments(**data)))
+    return load_workload(
+        make_arguments(run / "outputs", {"use_cpu": True}, DatasetArguments(**data), run_id="friends")
+    )
 
 
 def test_data_without_samples_has_no_text(run):

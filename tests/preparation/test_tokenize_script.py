@@ -206,7 +206,7 @@ def test_training_data_follows_the_flags(prepared):
     """tests/scripts/test_bad_input.py has the other settings that do not match the data."""
     paths = {"dataset_path": str(prepared / "dataset"), "tokenizer_path": str(prepared / "tokenizer")}
     flags = {"model_name_or_path": json.dumps(TINY_ALBERT), "seq_length": 64, "mlm_probability": 0.5}
-    args = make_arguments(prepared, {"use_cpu": True})._replace(dataset=DatasetArguments(**flags, **paths))
+    args = make_arguments(prepared, {"use_cpu": True}, DatasetArguments(**flags, **paths))
     work = load_workload(args)
     assert len(work.samples) == Manifest.load(prepared / "dataset").splits["train"]["instances"]
     assert (work.task.collate([work.samples[0]])["labels"] != -100).float().mean() > 0.3

@@ -112,7 +112,9 @@ class FakeTask(Task):
         return collate(samples)
 
 
-def make_arguments(folder: Path, training: dict | None = None, **options) -> TrainerOptions:
+def make_arguments(
+    folder: Path, training: dict | None = None, dataset: DatasetArguments | None = None, **options
+) -> TrainerOptions:
     """Build the arguments of a trainer of an output folder.
 
     :param training: of LocalTrainingArguments
@@ -120,7 +122,7 @@ def make_arguments(folder: Path, training: dict | None = None, **options) -> Tra
     """
     local = {"output_dir": str(folder), "dataloader_num_workers": 0, "disable_tqdm": True, **(training or {})}
     return TrainerOptions(
-        LocalTrainingArguments(**local), DatasetArguments(), CollaborationArguments(**options),
+        LocalTrainingArguments(**local), dataset or DatasetArguments(), CollaborationArguments(**options),
         ProgressTrackerArguments(), NOTHING,
     )  # fmt: skip
 

@@ -30,6 +30,7 @@ from peerstep.rounds.averager import RoundAverager
 from peerstep.state.averager import TrainingStateAverager
 from tests.support.dht_records import make_validators
 
+ROUNDS, STATES = "round_averager", "state_averager"
 NUM_PARTS, NUM_JOINS, NUM_DOWNLOADS = 50, 20, 20  # streams to each peer, again and again
 LAP = 3.0  # seconds
 NUM_FINDS, NUM_KEYS = 20, 50_000
@@ -60,9 +61,9 @@ async def find_repeatedly(node: DHTNode, peer: PeerID, run_id: str) -> None:
 
 
 def list_calls(p2p: P2P, peer: PeerID, run_id: str) -> Iterator:
-    prefix = f"{run_id}_round_averager"
+    prefix = f"{run_id}_{ROUNDS}"
     rounds = RoundAverager.get_stub(p2p, peer, namespace=prefix)
-    states = TrainingStateAverager.get_stub(p2p, peer, namespace=f"{run_id}_state_averager")
+    states = TrainingStateAverager.get_stub(p2p, peer, namespace=f"{run_id}_{STATES}")
     for _ in range(NUM_PARTS):
         part = averaging_pb2.AveragingData(code=averaging_pb2.PART_FOR_AVERAGING, group_id=os.urandom(40))
         yield hold(rounds.rpc_aggregate_part(as_aiter(part)))

@@ -117,6 +117,14 @@ class LeapingLoop(asyncio.SelectorEventLoop):
         await super().shutdown_default_executor(*args)
 
 
+class _LeapingPolicy(asyncio.DefaultEventLoopPolicy):
+    """Makes loops with the time of a LeapingClock."""
+
+    def __init__(self, clock: "LeapingClock"):
+        super().__init__()
+        self._loop_factory = partial(LeapingLoop, clock)
+
+
 class LeapingClock:
     """Clock of the averaging code, and of all event loops that are created while it is installed."""
 
@@ -131,8 +139,7 @@ class LeapingClock:
 
     def install(self, patches: pytest.MonkeyPatch) -> None:
         replace_modules(patches, {"time": _Module(time, monotonic=self.monotonic, time=self.time)})
-        policy = asyncio.DefaultEventLoopPolicy()
-        policy._loop_factory = partial(LeapingLoop, self)
+        policy = _LeapingPolicy(self)
         policy.set_event_loop(None)  # none but that of `asyncio.run`
         patches.setattr(asyncio.events, "_event_loop_policy", policy)
 
@@ -206,7 +213,7 @@ class SimulatedTime:
             self._working.discard(work)
             is_quiet = self.is_quiet
         if is_quiet:
-            self.loop._write_to_self()
+            self.go()
 
     def resume(self, work: object) -> None:
         """Record that a thread is about to continue. Who wakes it calls this."""
@@ -235,7 +242,7 @@ class SimulatedTime:
             with condition:
                 condition.notify_all()
 
-    def _wait(self, until: float, condition: threading.Condition, is_over: Callable[[], bool] = lambda: False) -> None:
+    def pause(self, until: float, condition: threading.Condition, is_over: Callable[[], bool] = lambda: False) -> None:
         """Wait until a time, or until something is over, of which the condition is notified."""
         if self._now < until < math.inf:
             until = self.grain * math.ceil(until / self.grain)
@@ -259,7 +266,7 @@ class SimulatedTime:
         return EPOCH + self._now + getattr(owner.get(), "clock", 0.0)
 
     def sleep(self, seconds: float) -> None:
-        self._wait(self._now + seconds, threading.Condition())
+        self.pause(self._now + seconds, threading.Condition())
 
     def _check(self) -> None:
         if (peer := owner.get()) is not None and threading.current_thread() is not self._loop_thread:
@@ -271,7 +278,7 @@ class SimulatedTime:
 
             def wait(self, timeout: float | None = None) -> bool:
                 until = math.inf if timeout is None else simulation.read() + timeout
-                simulation._wait(until, self._cond, self.is_set)
+                simulation.pause(until, self._cond, self.is_set)
                 return self.is_set()
 
         return Event
