@@ -113,7 +113,7 @@ def unchanged_environment() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def unchanged_log(monkeypatch) -> Iterator[None]:
     """Undo what a script's start does to the logs of its process. A hint is given again, though once in a process."""
-    monkeypatch.setattr(diagnosis, "_hinted", set())
+    monkeypatch.setattr(diagnosis, "hinted", set())
     loggers = [logging.getLogger(name) for name in (None, "transformers", "asyncio")]
     before, levels = set(loggers[0].handlers), [logger.level for logger in loggers]
     yield

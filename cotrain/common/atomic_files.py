@@ -21,7 +21,7 @@ from cotrain.common.errors import UserError
 logger = logging.getLogger(__name__)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Wait until a file, or the entries of a folder, are on disk (`fsync`)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -118,7 +118,7 @@ def new_folder(target: Path, flag: str, overwrite: bool = False, replaceable: tu
     with temporary_folder(path) as folder:
         yield folder
         for entry in [*folder.rglob("*"), folder]:
-            _sync(entry)
+            sync(entry)
         check_target(target, flag, overwrite, replaceable)  # another process may have created the target
         old = _hidden_name(path, "old")
         try:
@@ -129,7 +129,7 @@ def new_folder(target: Path, flag: str, overwrite: bool = False, replaceable: tu
             if old.exists() and not path.exists():
                 old.rename(path)
             raise
-        _sync(path.parent)
+        sync(path.parent)
         shutil.rmtree(old, ignore_errors=True)
 
 
@@ -140,9 +140,9 @@ def new_file(target: Path) -> Iterator[Path]:
     with temporary_folder(target) as folder:
         path = folder / target.name
         yield path
-        _sync(path)
+        sync(path)
         path.replace(target)
-        _sync(target.parent)
+        sync(target.parent)
 
 
 @contextlib.contextmanager

@@ -37,13 +37,13 @@ def diagnose(text: str) -> Diagnosis | None:
     return next((row for row in read_diagnoses() if row.matches(text)), None)
 
 
-_hinted: set[str] = set()  # messages whose hint this process has given
+hinted: set[str] = set()  # messages whose hint this process has given
 
 
 def next_hint(text: str) -> str | None:
     """Return "What to do: ..." for a message; None if nothing is known, or it was said before."""
     row = diagnose(text)
-    if row is None or row.message in _hinted:
+    if row is None or row.message in hinted:
         return None
-    _hinted.add(row.message)
+    hinted.add(row.message)
     return f"{HINT}{row.action}"

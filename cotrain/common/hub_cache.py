@@ -30,11 +30,11 @@ def find_downloads(name: str, cache_dir: str | None) -> dict[str, Any]:
 
 def is_silent() -> bool:
     """Whether the Hub does not answer, and is tried in vain. False with HF_HUB_OFFLINE, which the libraries obey."""
-    return not is_offline_mode() and not _probe(constants.ENDPOINT, int(time.monotonic()) // 60)
+    return not is_offline_mode() and not probe(constants.ENDPOINT, int(time.monotonic()) // 60)
 
 
 @cache
-def _probe(address: str, _minute: int) -> bool:
+def probe(address: str, _minute: int) -> bool:
     try:
         get_session().head(address, timeout=PROBE_SECONDS)
     except Exception as error:  # of httpx, proxies, certificates

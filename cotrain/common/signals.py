@@ -50,7 +50,7 @@ class StopSignal:
     def __enter__(self) -> "StopSignal":
         for number in STOP_REQUESTS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                self._previous[number] = signal.signal(number, self._handle)
+                self._previous[number] = signal.signal(number, self.handle)
         self._previous_fd = signal.set_wakeup_fd(self._writing_end, warn_on_full_buffer=False)
         return self
 
@@ -80,7 +80,7 @@ class StopSignal:
     def is_set(self) -> bool:
         return self._requested or self.event.is_set()
 
-    def _handle(self, number: int, _frame) -> None:
+    def handle(self, number: int, _frame) -> None:
         if not (self._requested or self._deferred):
             self._requested = True
             raise SystemExit(0)

@@ -34,7 +34,7 @@ def home(tmp_path, monkeypatch) -> Iterator[Path]:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", wait)
-    hub_cache._probe.cache_clear()
+    hub_cache.probe.cache_clear()
     repository = tmp_path / "home" / "models--org--tiny"
     folder = repository / "snapshots" / COMMIT
     folder.mkdir(parents=True)
@@ -46,7 +46,7 @@ def home(tmp_path, monkeypatch) -> Iterator[Path]:
         GPT2Config(vocab_size=len(tokenizer), n_positions=32, n_embd=16, n_layer=1, n_head=2)
     ).save_pretrained(folder)
     yield tmp_path / "home"
-    hub_cache._probe.cache_clear()
+    hub_cache.probe.cache_clear()
 
 
 @pytest.mark.parametrize("is_offline", [False, True])

@@ -61,7 +61,7 @@ assert {place for place, _, _ in COMMANDS} >= {"trainer.service", "README.md", "
 def adopt(monkeypatch, tmp_path) -> Callable[[dict, str, list[str]], Entry]:
     """Return a function for the arguments that a script's command leads to in a run with some settings."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("cotrain.common.hub_cache._probe", lambda *_args: True)
+    monkeypatch.setattr("cotrain.common.hub_cache.probe", lambda *_args: True)
     Path("examples").symlink_to(ROOT / "examples")
     for name in ("chats.jsonl", "alice.invitation"):
         Path(name).touch()

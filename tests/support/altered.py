@@ -142,7 +142,7 @@ def set_clock(ahead: str) -> None:
 def pause_in_checkpoint() -> None:
     """Pause before a file of the checkpoint is synced, which is the last step before the checkpoint is renamed."""
     signals: list[int] = []
-    handle, sync = StopSignal._handle, atomic_files._sync
+    handle, sync = StopSignal.handle, atomic_files.sync
 
     def handle_and_remember(self: StopSignal, number: int, frame) -> None:
         signals.append(number)
@@ -155,7 +155,7 @@ def pause_in_checkpoint() -> None:
                 time.sleep(0.05)
         sync(path)
 
-    StopSignal._handle, atomic_files._sync = handle_and_remember, sync_after_a_signal
+    StopSignal.handle, atomic_files.sync = handle_and_remember, sync_after_a_signal
 
 
 def alter(train: Callable) -> Callable:
