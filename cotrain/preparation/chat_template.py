@@ -117,14 +117,14 @@ class ChatText:
         batch: Any = self.tokenizer(text, **options)
         return batch["input_ids"]
 
-    def _last_special(self, position: int) -> tuple[int, int]:
+    def last_special(self, position: int) -> tuple[int, int]:
         """Return the last special token before a character, as token and character; (0, 0) if there is none."""
         count = bisect_left(self.places, position)
         return (self.indices[count - 1], self.places[count - 1]) if count else (0, 0)
 
     def index(self, position: int) -> int:
         """Return the number of tokens before a character."""
-        token, place = self._last_special(position)
+        token, place = self.last_special(position)
         return token + len(self.encode(self.text[place:position]))
 
     def find_start(self, number: int) -> tuple[int, int]:
@@ -166,7 +166,7 @@ class ChatText:
         The last one may be joined or divided in another way if it is white space, and so are those in its place. They
         are not learnt.
         """
-        for begin, place in dict.fromkeys((self._last_special(len(prompt)), (0, 0))):
+        for begin, place in dict.fromkeys((self.last_special(len(prompt)), (0, 0))):
             tail = self.encode(prompt[place:])
             stop = begin + len(tail)
             if self.ids[begin:stop].tolist() == tail:

@@ -45,16 +45,16 @@ class TextEncoder:
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         if self.is_by_word:
             self._backend.no_truncation()
-        self._look_up = cache(self._encode_word)
+        self.look_up = cache(self._encode_word)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Return the ids of each text, int32."""
-        if self._look_up.cache_info().currsize > MAX_WORDS:  # `lru_cache` with a bound takes a quarter longer
-            self._look_up.cache_clear()
+        if self.look_up.cache_info().currsize > MAX_WORDS:  # `lru_cache` with a bound takes a quarter longer
+            self.look_up.cache_clear()
         return list(map(self._encode_words if self.is_by_word else self._encode_whole, texts))
 
     def _encode_words(self, text: str) -> np.ndarray:
-        words = list(map(self._look_up, _WORD.findall(text) if self._has_bytes else text.split(" ")))
+        words = list(map(self.look_up, _WORD.findall(text) if self._has_bytes else text.split(" ")))
         if None in words or "  " in text or text[-1:] == " ":
             return self._encode_whole(text)
         return np.frombuffer(b"".join(words), dtype=np.int32)

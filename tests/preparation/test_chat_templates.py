@@ -332,7 +332,7 @@ def test_tokenizer_that_tells_no_places_gives_the_same():
         tokenizer = prepare(name)
         with pytest.MonkeyPatch.context() as patch:
             ids, mask = encode_conversation(json.dumps(["row", CASES["turns"], 0, None]), tokenizer)
-            patch.setattr(ChatText, "_last_special", lambda self, position: (0, 0))
+            patch.setattr(ChatText, "last_special", lambda self, position: (0, 0))
             slow_ids, slow_mask = encode_conversation(json.dumps(["row", CASES["turns"], 0, None]), tokenizer)
         assert (ids == slow_ids).all() and (mask == slow_mask).all()
 

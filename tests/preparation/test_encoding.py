@@ -93,7 +93,7 @@ def test_forgetting_words_changes_nothing(encoders, documents, monkeypatch):
     monkeypatch.setattr(encoding, "MAX_WORDS", 50)
     for document in documents[:10]:
         assert texts_of(fast.encode([document])) == texts_of(slow.encode([document]))
-    assert fast._look_up.cache_info().currsize < 5000
+    assert fast.look_up.cache_info().currsize < 5000
 
 
 def test_tokens_that_may_cross_spaces_are_not_looked_up_by_word(documents):
