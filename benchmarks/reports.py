@@ -60,7 +60,7 @@ async def measure(signers: list[RSAPrivateKey], period: float) -> str:
     nodes, subkeys = [], []
     for signer in signers:
         (validator,), subkey = make_validators("run", signer)
-        validator._known = nodes[0].protocol.record_validator._known if nodes else validator._known  # checked once
+        validator.known = nodes[0].protocol.record_validator.known if nodes else validator.known  # checked once
         p2p = SimpleNamespace(peer_id=PeerID(os.urandom(32)))
         nodes.append(await own_node.RunNode.create(p2p=p2p, record_validator=validator, **own_node.WITHOUT_CACHES))
         nodes[-1].initial_peers = {nodes[0].peer_id}

@@ -119,7 +119,7 @@ class RunValidator(CompositeValidator):
     ):
         super().__init__(validators)
         self._lifetimes, self._buckets = lifetimes, buckets
-        self._known: OrderedDict[bytes, None] = OrderedDict()
+        self.known: OrderedDict[bytes, None] = OrderedDict()
         self.subkeys: dict[bytes, dict[bytes, float]] = defaultdict(dict)  # key -> subkey -> expiration
 
     def validate(self, record: DHTRecord) -> bool:
@@ -136,8 +136,8 @@ class RunValidator(CompositeValidator):
         if num_bytes > most + self.MAX_SIGNATURE_BYTES or not -math.inf < record.expiration_time <= end:
             return False
         digest = hashlib.blake2b(MSGPackSerializer.dumps(astuple(record)), digest_size=20).digest()
-        if digest in self._known:
-            self._known.move_to_end(digest)
+        if digest in self.known:
+            self.known.move_to_end(digest)
             return True
         subkey = msgpack.unpackb(record.subkey, ext_hook=_refuse)
         # msgpack has several forms of the same bytes: a signer would have as many places.
@@ -147,9 +147,9 @@ class RunValidator(CompositeValidator):
             return False
         if not (is_readable(self.strip_value(record)) and super().validate(record) and self._has_room(record)):
             return False
-        self._known[digest] = None
-        if len(self._known) > self.MAX_KNOWN:
-            self._known.popitem(last=False)
+        self.known[digest] = None
+        if len(self.known) > self.MAX_KNOWN:
+            self.known.popitem(last=False)
         return True
 
     def _has_room(self, record: DHTRecord) -> bool:

@@ -473,11 +473,11 @@ def test_model_of_a_run_that_could_not_be_trained_here_is_refused(monkeypatch):
 
 def test_fields_that_load_code_are_ignored():
     """Also by another name of theirs, or if a method or a name of a file has the same."""
-    code = {"auto_map": {"AutoModel": "x--y.Z"}, "attn_implementation": "me/k", "_attn_implementation": "eager",
-            "experts_implementation": "me/k", "quantization_config": {"quant_method": "x"}, "_name_or_path": "me/x",
-            "attribute_map": {"hidden": "_attn_implementation"}, "hidden": "me k", "dtype": "load",
-            "name_or_path": "x", "to_dict": "x", "extra_files": ["x"], "transformers_weights": "x",
-            "num_labels": 10**9}  # fmt: skip
+    code = json.loads("""{"auto_map": {"AutoModel": "x--y.Z"}, "attn_implementation": "me/k",
+       "_attn_implementation": "eager", "experts_implementation": "me/k", "quantization_config": {"quant_method": "x"},
+       "_name_or_path": "me/x", "attribute_map": {"hidden": "_attn_implementation"}, "hidden": "me k", "dtype": "load",
+       "name_or_path": "x", "to_dict": "x", "extra_files": ["x"], "transformers_weights": "x",
+       "num_labels": 1000000000}""")
     for model_type in ("albert", "llama", "modernbert", "gemma3"):
         text = {"text_config": code} if model_type == "gemma3" else {}
         config = read_config(json.dumps({"model_type": model_type, **code, **text}))

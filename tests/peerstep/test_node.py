@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import re
 import shutil
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -157,10 +156,10 @@ def test_dht_that_is_killed_leaves_no_lock_to_the_next():
     process.start()
     assert has_lock.wait(120)
     end_dht(process)
-    maker = threading.Thread(target=lambda: MPFuture().set_result(None), daemon=True)  # it takes the lock
-    maker.start()
-    maker.join(60)
-    assert not process.is_alive() and not maker.is_alive()
+    assert not process.is_alive()
+    future = MPFuture()
+    multiprocessing.Process(target=future.set_result, args=("sent",), daemon=True).start()  # it takes the lock
+    assert future.result(60) == "sent"
 
 
 async def hide_all(protocol: DHTProtocol, request: FindRequest, _context) -> FindResponse:

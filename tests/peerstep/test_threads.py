@@ -60,7 +60,7 @@ class Child:
 def ended(monkeypatch):
     """Record the exit codes with which a watchdog would end this process."""
     codes = []
-    monkeypatch.setattr(processes.os, "_exit", codes.append)
+    monkeypatch.setattr("os._exit", codes.append)
     return codes
 
 

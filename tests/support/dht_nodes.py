@@ -52,7 +52,7 @@ class Nodes:
         validators, subkey = make_validators("run", private_key or (RSAPrivateKey() if is_honest else STRANGER))
         if self.is_local:
             protocol = self._without_network(protocol)
-            validators[0]._known = self.validator._known if self.validator else validators[0]._known  # checked once
+            validators[0].known = self.validator.known if self.validator else validators[0].known  # checked once
             self.validator = validators[0]
             options["p2p"] = SimpleNamespace(peer_id=peer_id or PeerID(b"\x12\x20" + os.urandom(32)))
             address = self.address and [f"/ip4/127.0.0.1/tcp/1/p2p/{self.address}"]

@@ -15,9 +15,11 @@ class DeviceTensor(torch.Tensor):
     """A tensor of a fake device. As on Apple's GPUs ("mps") and Intel's ("xpu"), no result may be of float64.
 
     :cvar on_operation: is called with the name of each operation, and whether it copies to the host and blocks
+    :cvar on_copies: is called for each copy of several tensors, with whether it blocks
     """
 
     on_operation: Callable[[str, bool], None] = staticmethod(lambda name, is_blocking_copy: None)
+    on_copies: Callable[[bool], None] = staticmethod(lambda is_blocking: None)
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor, device: str):
@@ -39,6 +41,8 @@ class DeviceTensor(torch.Tensor):
             plain["device"] = "cpu"
         is_blocking = kwargs.get("non_blocking", len(args) > 2 and args[2]) is not True
         cls.on_operation(name, (name in COPIES and is_to_host and is_blocking) or name in WAITS)
+        if name == "aten._foreach_copy_.default":
+            cls.on_copies(is_blocking)
         result = function(*plain_args, **plain)
         if name == "aten.copy_.default":
             return args[0]

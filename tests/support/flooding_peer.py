@@ -30,7 +30,7 @@ from peerstep.rounds.averager import RoundAverager
 from peerstep.state.averager import TrainingStateAverager
 from tests.support.dht_records import make_validators
 
-ROUNDS, STATES = "round_averager", "state_averager"
+ROUNDS, STATES, METRICS = "round_averager", "state_averager", "metrics"
 NUM_PARTS, NUM_JOINS, NUM_DOWNLOADS = 50, 20, 20  # streams to each peer, again and again
 LAP = 3.0  # seconds
 NUM_FINDS, NUM_KEYS = 20, 50_000
@@ -53,7 +53,7 @@ async def send_oversized(p2p: P2P, peer: PeerID, name: str) -> None:
 
 
 async def find_repeatedly(node: DHTNode, peer: PeerID, run_id: str) -> None:
-    keys = [DHTID.generate(f"{run_id}_metrics").to_bytes()] * NUM_KEYS
+    keys = [DHTID.generate(f"{run_id}_{METRICS}").to_bytes()] * NUM_KEYS
     request = dht_pb2.FindRequest(keys=keys, peer=node.protocol.node_info)
     for _ in range(NUM_FINDS):
         with suppress(Exception):

@@ -320,7 +320,7 @@ class SimulatedTime:
     def go(self) -> None:
         """Let the clock run from now on, if it stands."""
         self._runs = True
-        self.loop._write_to_self()
+        self.loop.call_soon_threadsafe(lambda: None)  # wakes it
 
     def start(self) -> None:
         """Let the averaging code, and the threads that it starts, use this clock, which stands at zero."""
