@@ -22,8 +22,9 @@ import torch
 
 from cotrain.training.builders import build_param_groups
 from cotrain.training.round_time import BITS
+from tests.support.engine import CONFIG
 from tests.support.models import build_model
-from tests.support.swarm import CONFIG, SAMPLES, Swarm, flat
+from tests.support.swarm import SAMPLES, Swarm, flat
 
 LOCAL_STEP_SAMPLES = 4
 LOCAL_STEPS = 3  # of each trainer in a global step, in local updates

@@ -35,7 +35,8 @@ import psutil
 
 from benchmarks.process_usage import measure_cpu, measure_memory
 from cotrain.preparation.sources import open_sample
-from tests.support.peers import LOCAL, ROOT, Script, Scripts, prepare_data
+from tests.support.peers import LOCAL, Script, Scripts, prepare_data
+from tests.support.processes import ROOT
 
 VOCAB_SIZE = 3000  # more than the sample text has cannot be trained
 MAX_SEQ_LENGTH = 512

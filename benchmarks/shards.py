@@ -38,7 +38,8 @@ from benchmarks.preparation import write_text
 from cotrain.data import archive
 from cotrain.data.archive import DATASET, TOKENIZER, file_sha256, unpack_archive, write_archive
 from tests.support.namespaces import Internet
-from tests.support.peers import PYTHON, ROOT, Script, namespace_prefix, wait_until
+from tests.support.peers import Script, wait_until
+from tests.support.processes import PYTHON, ROOT, namespace_prefix
 
 VOCAB_SIZE = 3000
 LONGEST = 1200.0  # seconds to wait for anything

@@ -6,6 +6,7 @@ import inspect
 import logging
 import os
 import shutil
+import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,11 +16,8 @@ from _pytest.logging import LogCaptureHandler
 from filelock import FileLock
 from hypothesis import settings
 
-from cotrain.common import diagnosis
 from peerstep.peer.processes import guard_children, keep_memory_shared
-from tests.support.launcher import Launcher
 from tests.support.namespaces import Internet, why_unavailable
-from tests.support.peers import Scripts, prepare_data, served
 
 # A test that asks for one of these starts peers, or other programs that spend more than a CPU second. Others are
 # marked one by one.
@@ -113,7 +111,8 @@ def unchanged_environment() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def unchanged_log(monkeypatch) -> Iterator[None]:
     """Undo what a script's start does to the logs of its process. A hint is given again, though once in a process."""
-    monkeypatch.setattr(diagnosis, "hinted", set())
+    if (diagnosis := sys.modules.get("cotrain.common.diagnosis")) is not None:
+        monkeypatch.setattr(diagnosis, "hinted", set())
     loggers = [logging.getLogger(name) for name in (None, "transformers", "asyncio")]
     before, levels = set(loggers[0].handlers), [logger.level for logger in loggers]
     yield
@@ -135,6 +134,8 @@ def patches() -> None:
 @pytest.fixture(scope="session")
 def data(tmp_path_factory) -> Path:
     """A folder with `dataset`, `tokenizer` and `config.json`, made as a user would; the first worker makes it."""
+    from tests.support.peers import prepare_data  # as the next three, not for tests of the engine alone
+
     if "PYTEST_XDIST_WORKER" not in os.environ:
         folder = tmp_path_factory.mktemp("data")
         prepare_data(folder)
@@ -151,6 +152,7 @@ def data(tmp_path_factory) -> Path:
 def dataset_url(data, tmp_path) -> Iterator[str]:
     """Serve the archive of `data` on this machine."""
     from cotrain.data.archive import DATASET, TOKENIZER, write_archive  # it imports a lot
+    from tests.support.peers import served
 
     (tmp_path / "www").mkdir()
     write_archive(tmp_path / "www" / "data.tar.gz", {DATASET: data / "dataset", TOKENIZER: data / "tokenizer"})
@@ -159,14 +161,18 @@ def dataset_url(data, tmp_path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def launcher(tmp_path_factory) -> Iterator[Launcher]:
+def launcher(tmp_path_factory) -> Iterator:
+    from tests.support.launcher import Launcher
+
     launcher = Launcher(tmp_path_factory.mktemp("launcher") / "launcher.log")
     yield launcher
     launcher.close()
 
 
 @pytest.fixture
-def scripts(tmp_path, data, launcher) -> Iterator[Scripts]:
+def scripts(tmp_path, data, launcher) -> Iterator:
+    from tests.support.peers import Scripts
+
     scripts = Scripts(tmp_path, data, launcher=launcher)
     yield scripts
     scripts.close()

@@ -16,7 +16,7 @@ from cotrain.common.flags import ArgumentsError, endpoint_to_maddrs
 from cotrain.options import TRAINER_OPTIONS
 from invite import InvitationArguments, RevocationArguments
 from run_local_demo import DemoArguments
-from tests.support.peers import ROOT
+from tests.support.processes import ROOT
 from tokenize_wikitext103 import TokenizationArguments
 
 PEER_ID = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"

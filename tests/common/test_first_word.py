@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.peers import ROOT
+from tests.support.processes import ROOT
 
 PEER = "/ip4/127.0.0.1/tcp/9/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 MODEL = {"config.json": b"{}", "tokenizer_config.json": b"{}", "model.safetensors": b"\2" + bytes(7) + b"{}"}

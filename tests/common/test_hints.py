@@ -13,7 +13,7 @@ from cotrain.common.diagnosis import HINT, diagnose, next_hint, read_diagnoses
 from cotrain.common.errors import TEMPORARY, TemporaryError, UserError, describe, first_line, run_script
 from cotrain.common.logs import HintHandler
 from tests.support.messages import read_templates
-from tests.support.peers import ROOT
+from tests.support.processes import ROOT
 
 NO_GROUP = "No group for step #39 in time: keeping its samples for another try"
 FIREWALL = "Peer Qm can't access this node. Probably, libp2p has failed to bypass the firewall"

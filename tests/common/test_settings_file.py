@@ -9,7 +9,7 @@ from arguments import TRAINER_ARGUMENTS
 from cotrain.common.argument_parser import ArgumentParser, KeywordParser
 from cotrain.common.errors import UserError
 from run_training_monitor import ARGUMENTS
-from tests.support.peers import ROOT
+from tests.support.processes import ROOT
 
 
 @pytest.fixture

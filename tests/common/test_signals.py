@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from cotrain.common.signals import ignore_launcher
-from tests.support.peers import ROOT, wait_until
+from tests.support.peers import wait_until
+from tests.support.processes import ROOT
 
 pytestmark = pytest.mark.programs
 

@@ -9,7 +9,7 @@ import yaml
 
 from arguments import TRAINER_ARGUMENTS
 from run_training_monitor import ARGUMENTS
-from tests.support.peers import ROOT
+from tests.support.processes import ROOT
 
 COMPOSE = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text(encoding="utf-8"))
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")

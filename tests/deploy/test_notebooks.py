@@ -25,7 +25,8 @@ from cotrain.peer.tunnel import NGROK_INSTALL
 from deploy import join
 from deploy.join import choose_batch_size, trainer_command
 from tests.support.aws import COORDINATOR_ADDRESS, DATA
-from tests.support.peers import LOCAL, ROOT, wait_until
+from tests.support.peers import LOCAL, wait_until
+from tests.support.processes import ROOT
 
 NOTEBOOKS = sorted((ROOT / "deploy").glob("*.ipynb"))
 ADDRESS = "/ip4/127.0.0.1/tcp/1/p2p/QmSDukXYoCmQT4ZZWhofaSyxinZHByTqDrsffZFWrMDXH1"

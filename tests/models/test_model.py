@@ -15,11 +15,10 @@ from cotrain.peer.signed_settings import SETTINGS
 from cotrain.settings import Hyperparameters
 from cotrain.training.builders import build_local_optimizer, build_param_groups
 from peerstep.state.statistics import build_with_statistics, initialize_optimizer_state
-from tests.support.fakes import make_batch
+from tests.support.engine import CONFIG, make_batch
 from tests.support.families import FAMILIES
 from tests.support.models import build_model
 from tests.support.peers import TINY_CONFIGS
-from tests.support.swarm import CONFIG
 
 
 @pytest.mark.parametrize("name", ["no-such", "no/such"])

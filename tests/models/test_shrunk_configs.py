@@ -14,7 +14,7 @@ from cotrain.options import NOTHING
 from tests.models.test_families import make_tokenizer
 from tests.models.test_published_configs import PUBLISHED
 from tests.support.models import build_model
-from tests.support.peers import ROOT
+from tests.support.processes import ROOT
 
 WIDTHS = {
     "hidden_size": 64, "n_embd": 64, "d_model": 64, "dim": 64, "embedding_size": 32, "intermediate_size": 128,

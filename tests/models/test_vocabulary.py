@@ -22,7 +22,7 @@ from cotrain.options import NOTHING
 from cotrain.preparation import saving
 from tests.preparation.test_tokenize_script import arguments
 from tests.support.models import build_model
-from tests.support.peers import ROOT
+from tests.support.processes import ROOT
 
 WORDS = ["the", "of", "value", "list", "a", "is", "##s", "##e", "##t", "##n", "##a", "##o", "##i", "##r", "text"]
 LETTERS = [chr(code) for code in range(ord("a"), ord("z") + 1)]

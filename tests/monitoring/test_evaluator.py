@@ -23,7 +23,8 @@ from cotrain.tasks.text import measure
 from peerstep.peer.clock import run_time
 from peerstep.reports import records as dht_records
 from tests.support.dht_records import heartbeat
-from tests.support.fakes import make_batch, make_text_task
+from tests.support.engine import make_batch
+from tests.support.fakes import make_text_task
 from tests.support.models import build_model
 from tests.support.peers import TINY_CONFIGS, read_jsonl
 

@@ -25,7 +25,8 @@ from run_evaluator import ARGUMENTS as EVALUATOR_ARGUMENTS
 from run_training_monitor import ARGUMENTS as MONITOR_ARGUMENTS
 from tests.scripts.test_readme import ADDRESS, PEER_ID, read_script_calls
 from tests.support.aws import make_settings
-from tests.support.peers import ROOT, TINY_ALBERT
+from tests.support.peers import TINY_ALBERT
+from tests.support.processes import ROOT
 
 ORGANISER = RSAPrivateKey()
 JOINING = {

@@ -16,7 +16,7 @@ from cotrain.common.errors import TemporaryError, UserError
 from cotrain.peer import tunnel
 from cotrain.peer.addresses import get_free_port
 from cotrain.peer.tunnel import NGROK_INSTALL, find_local_endpoint, find_local_maddrs, find_ngrok_token, open_tunnel
-from tests.support.peers import ROOT
+from tests.support.processes import ROOT
 from tests.support.tunnels import FakeSessionBuilder
 
 SDK = ngrok.SessionBuilder

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import peerstep
-from tests.support.peers import wait_until
+from tests.support.processes import wait_until
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "engine.py"

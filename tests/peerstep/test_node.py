@@ -6,7 +6,6 @@ import math
 import multiprocessing
 import os
 import re
-import shutil
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,9 +23,6 @@ from hivemind.proto.dht_pb2 import FOUND_DICTIONARY, FindRequest, FindResponse, 
 from hivemind.utils import MPFuture, MSGPackSerializer
 from hivemind.utils.multiaddr import Multiaddr
 
-from cotrain.common.errors import TemporaryError
-from cotrain.peer import peer as peer_module
-from peerstep import local_peer as local_peer_module
 from peerstep.local_peer import end_dht, load_identity
 from peerstep.peer import node as node_module
 from peerstep.peer.clock import run_time
@@ -38,8 +34,10 @@ from peerstep.peer.node import (
     receive_raw_data,
 )
 from peerstep.reports.records import get_dictionary, store_record
-from tests.support.peers import local_peer, wait_until
+from tests.support.engine import local_peer
+from tests.support.processes import wait_until
 
+OFFERS = "run_state_averager.all_averagers"
 HOP = "/libp2p/circuit/relay/0.2.0/hop"  # what a peer behind NAT asks a relay for
 RELAY = "/ip4/127.0.0.1/tcp/31337/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 
@@ -79,18 +77,6 @@ def test_peer_relays_for_nobody_unless_it_is_asked_to(tmp_path, use_relay):
 
 
 @pytest.mark.peers
-def test_client_listens_nowhere_and_asks_no_router_for_a_port(tmp_path):
-    with local_peer(tmp_path / "one", "run") as one:
-        address = str(one.dht.get_visible_maddrs()[0])
-        for name, options in {"two": {"client_mode": True, "map_port": True}, "three": {}}.items():
-            with local_peer(tmp_path / name, "run", (address,), **options) as peer:
-                (daemon,) = psutil.Process(peer.dht.pid).children()
-                listening = [c for c in daemon.net_connections("inet") if c.status == psutil.CONN_LISTEN]
-                assert bool(listening) == (name == "three") and "-natPortMap=0" in daemon.cmdline()
-                assert get_dictionary(peer.dht, "run_monitor") == {}
-
-
-@pytest.mark.peers
 def test_reports_under_several_keys_are_read_as_one_and_no_copy_counts(tmp_path):
     """A trainer that stores its report under each of the keys has one report."""
     with local_peer(tmp_path / "one", "run") as one:
@@ -116,22 +102,6 @@ async def test_announced_length_of_a_message_is_bounded():
     assert await receive_raw_data(reader) == b"message"
     with pytest.raises(asyncio.IncompleteReadError):
         await receive_raw_data(reader)
-
-
-@pytest.mark.peers
-def test_identity_that_another_peer_uses_is_named(tmp_path, monkeypatch):
-    """The time for retries is over after the first attempt, however long that takes."""
-    ended = []
-    monkeypatch.setattr(peer_module, "time", SimpleNamespace(monotonic=lambda: 1000.0 * len(ended)))
-    with local_peer(tmp_path / "one", "run") as first:
-        address = str(first.dht.get_visible_maddrs()[0])
-        monkeypatch.setattr(local_peer_module, "end_dht", lambda dht: ended.append(end_dht(dht)))
-        copy = shutil.copytree(tmp_path / "one", tmp_path / "three")
-        with (
-            pytest.raises(TemporaryError, match=f"Identity from `{copy}/identity.key` is already taken"),
-            local_peer(copy, "run", (address,)),
-        ):
-            pass
 
 
 def test_only_peers_without_a_direct_connection_are_disconnected(monkeypatch):
@@ -188,11 +158,10 @@ def test_node_that_answers_with_an_empty_dictionary_hides_no_records(tmp_path):
             writer = stack.enter_context(local_peer(tmp_path / "writer", "run", (address,)))
         addresses = (address, str(writer.dht.get_visible_maddrs()[0]))
         reader = stack.enter_context(local_peer(tmp_path / "reader", "run", addresses, client_mode=True))
-        info = {"stores_checkpoints": True, "checkpoint_step": 7}
-        store_record(writer.dht, "run_monitor", writer.public_key, info, 60)
-        wait_until(lambda: get_dictionary(reader.dht, "run_monitor"), 120, "the record")
+        store_record(writer.dht, OFFERS, writer.public_key, 7.0, 60)
+        wait_until(lambda: get_dictionary(reader.dht, OFFERS), 120, "the record")
         for _ in range(5):
-            assert get_dictionary(reader.dht, "run_monitor")[writer.public_key].value == info
+            assert get_dictionary(reader.dht, OFFERS)[writer.public_key].value == 7.0
 
 
 @pytest.mark.parametrize(("number", "is_read"), [(20, True), (41, False), (60_000, False)])
@@ -215,10 +184,13 @@ async def test_answer_with_too_many_names_is_dropped(monkeypatch, number, is_rea
 
 
 @pytest.mark.parametrize("is_new", [True, False])
-def test_an_identity_that_another_peer_may_use_is_checked(tmp_path, monkeypatch, is_new):
+def test_an_identity_that_another_peer_may_use_is_checked(tmp_path, is_new):
     """A new key needs no check, which takes a second."""
-    monkeypatch.setattr(peer_module, "SafeDHT", lambda **options: pytest.fail(str(options["check_if_identity_free"])))
+
+    def build(**options) -> None:
+        pytest.fail(str(options["check_if_identity_free"]))
+
     if not is_new:
         load_identity(tmp_path / "identity.key")
-    with pytest.raises(pytest.fail.Exception, match=str(not is_new)), local_peer(tmp_path, "run"):
+    with pytest.raises(pytest.fail.Exception, match=str(not is_new)), local_peer(tmp_path, "run", node_class=build):
         pass

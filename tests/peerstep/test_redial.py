@@ -11,7 +11,8 @@ from peerstep.peer import clock, redial
 from peerstep.peer.clock import correct_clock, run_time
 from peerstep.peer.redial import BootstrapRedialer, ClockJumps, set_run_clock
 from peerstep.reports.records import get_dictionary, store_record
-from tests.support.peers import local_peer, wait_until
+from tests.support.engine import local_peer
+from tests.support.processes import wait_until
 
 NOW = 1.8e9  # the right time, in tests of fake peers
 
@@ -109,9 +110,9 @@ def test_clock_that_jumps_again_and_again_is_named_every_ten_minutes(monkeypatch
 @pytest.mark.peers
 @pytest.mark.parametrize("error", [600.0, -30.0])
 def test_peer_with_a_wrong_clock_joins_reads_and_is_read(tmp_path, monkeypatch, error):
-    right, info = time.time, {"stores_checkpoints": True, "checkpoint_step": 7}
+    right, key = time.time, "run_state_averager.all_averagers"
     with local_peer(tmp_path / "one", "run") as one:
-        store_record(one.dht, "run_monitor", one.public_key, info, 60)
+        store_record(one.dht, key, one.public_key, 7.0, 60)
         address = str(one.dht.get_visible_maddrs()[0])
         # From now on this process, and those that it forks, are of a machine whose clock is wrong.
         wrong = SimpleNamespace(time=lambda: right() + error, monotonic=time.monotonic)
@@ -120,6 +121,6 @@ def test_peer_with_a_wrong_clock_joins_reads_and_is_read(tmp_path, monkeypatch, 
         monkeypatch.setattr(clock, "offset", multiprocessing.RawValue("d", 0.0))
         with local_peer(tmp_path / "two", "run", (address,)) as two:
             assert run_time() == pytest.approx(right(), abs=15.0)
-            store_record(two.dht, "run_monitor", two.public_key, info, 60)
+            store_record(two.dht, key, two.public_key, 7.0, 60)
             for peer in (one, two):
-                wait_until(lambda dht=peer.dht: len(get_dictionary(dht, "run_monitor")) == 2, 120, "both records")
+                wait_until(lambda dht=peer.dht: len(get_dictionary(dht, key)) == 2, 120, "both records")

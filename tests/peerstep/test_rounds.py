@@ -22,7 +22,7 @@ from peerstep.rounds.conduct import Conduct
 from peerstep.rounds.own_rounds import OwnRounds
 from peerstep.rounds.result import RoundResult
 from tests.support.false_leader import FalseLeader
-from tests.support.peers import Script, wait_until
+from tests.support.processes import Script, wait_until
 
 
 def is_averaging(trainer) -> bool:
@@ -73,13 +73,11 @@ def test_averager_has_one_openmp_thread_per_thread_and_leaves_sigint_to_its_call
         torch.set_num_threads(num_threads)
 
 
-def test_foreign_trainer_is_ignored(build_swarm, tmp_path, launcher):
+def test_foreign_trainer_is_ignored(build_swarm, tmp_path):
     """The trainer is plain hivemind with the same run ID. A round that waited for it would take 300 seconds."""
     swarm = build_swarm(matchmaking_time=300.0, averaging_timeout=1200.0)
     swarm.add_several(False, False)
-    stranger = Script(
-        "tests/support/foreign_peer.py", "run", swarm.address, log=tmp_path / "stranger.log", launcher=launcher
-    )
+    stranger = Script("tests/support/foreign_peer.py", "run", swarm.address, log=tmp_path / "stranger.log")
     swarm.stack.callback(stranger.kill_all)
     stranger.wait_for(r"is at step [2-9]")
     for sizes in ((4, 8), (5, 7), (6, 6)):

@@ -12,17 +12,11 @@ import torch
 from hivemind.proto.averaging_pb2 import DownloadData
 from hivemind.utils import MSGPackSerializer
 
-from cotrain.settings import Hyperparameters
-from cotrain.training.builders import (
-    build_local_optimizer,
-    build_param_groups,
-    build_scheduler,
-)
 from peerstep.state.averager import TrainingStateAverager, set_schedule
 from peerstep.state.layout import StateLoadError, all_finite
+from tests.support.engine import Hyperparameters
 from tests.support.offline import offline_averager
 from tests.support.state import (
-    arguments,
     fill_parameters,
     flat,
     learning_rates,
@@ -42,8 +36,8 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def build_schedule():
-    args = arguments(warmup_steps=10, total_steps=50)
-    return build_scheduler(build_local_optimizer(build_param_groups(torch.nn.Linear(2, 2), 0.0), args), args)
+    chosen = Hyperparameters(warmup_steps=10, total_steps=50)
+    return chosen.build_scheduler(chosen.build_optimizer(chosen.build_groups(torch.nn.Linear(2, 2))))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -73,13 +67,6 @@ def test_schedule_is_that_of_stepping_to_the_same_step():
     assert learning_rates(direct.optimizer) == [0.0, 0.0]
 
 
-def test_rate_of_the_last_step_stays_in_a_run_that_continues():
-    args = arguments(warmup_steps=0, total_steps=4, after_last_step="continue")
-    scheduler = build_scheduler(build_local_optimizer(build_param_groups(torch.nn.Linear(2, 2), 0.0), args), args)
-    factors = [scheduler.lr_lambdas[0](step) for step in range(7)]
-    assert factors == [1.0, 0.75, 0.5, 0.25, 0.25, 0.25, 0.25]
-
-
 def test_step_number_of_a_state_costs_no_time_and_may_be_lower():
     averager = offline_averager()
     metadata, tensors = snapshot(averager)
@@ -99,7 +86,7 @@ def test_step_number_of_a_state_costs_no_time_and_may_be_lower():
 
 
 def test_update_has_the_learning_rate_of_the_previous_step():
-    averager = offline_averager(hyperparameter_args=arguments(warmup_steps=0, total_steps=10))
+    averager = offline_averager(hyperparameters=Hyperparameters(warmup_steps=0, total_steps=10))
     used = []
     step = averager.optimizer.step
     averager.optimizer.step = lambda: (used.extend(learning_rates(averager.optimizer)[:1]), step())
@@ -208,7 +195,7 @@ def test_copies_take_a_small_share_of_the_time(monkeypatch):
 @pytest.mark.parametrize("optimizer", ["lamb", "adamw"])
 def test_restored_tensors_are_copied_and_statistics_restored_in_place(optimizer):
     """torch's optimizers would keep and update the tensors that they are given."""
-    averager = offline_averager(hyperparameter_args=arguments(optimizer=optimizer))
+    averager = offline_averager(hyperparameters=Hyperparameters(optimizer=optimizer))
     update(averager, 1)
     state = snapshot(averager)
     before, places = flat(state[1]).clone(), [value.data_ptr() for value in statistics_of(averager)]

@@ -13,8 +13,9 @@ from peerstep.reports.marks import common_marks, is_forked
 from peerstep.state.digest import SEED_BYTES, Digest, distances, fold, is_near
 from peerstep.state.layout import StateLayout
 from peerstep.state.statistics import build_with_statistics
+from tests.support.engine import Hyperparameters
 from tests.support.offline import Donors
-from tests.support.state import arguments, fill_parameters, offer, snapshot, update
+from tests.support.state import fill_parameters, offer, snapshot, update
 
 RNG = torch.Generator().manual_seed(0)
 
@@ -122,7 +123,7 @@ def test_false_state_is_contradicted_each_time(kind):
 @pytest.mark.parametrize("optimizer", ["lamb", "adamw"])
 def test_honest_states_pass_each_time(donors, optimizer):
     """They are rounded to float16, and up to two steps apart."""
-    options = {"hyperparameter_args": arguments(optimizer=optimizer, learning_rate=1e-3), "compression": "float16"}
+    options = {"hyperparameters": Hyperparameters(optimizer=optimizer, learning_rate=1e-3), "compression": "float16"}
     donor, states = donors.add(**options), []
     for step in range(1, 31):
         update(donor, step, seed=step)

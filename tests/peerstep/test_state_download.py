@@ -15,20 +15,16 @@ from hivemind.utils import MSGPackSerializer
 from hivemind.utils.streaming import split_for_streaming
 from hivemind.utils.timed_storage import ValueWithExpiration
 
-from cotrain.training import builders
 from peerstep.reports.records import signer_of
 from peerstep.state.averager import TrainingStateAverager
-from peerstep.state.digest import Digest, fold
 from peerstep.state.download import StateDownload, rank_donors
 from peerstep.state.layout import StateLoadError
 from peerstep.tensors import checks
-from tests.support.models import build_model
+from tests.support.engine import Hyperparameters
 from tests.support.offline import RNG, offline_averager
-from tests.support.peers import wait_until
+from tests.support.processes import wait_until
 from tests.support.simulated_network import make_subkey
 from tests.support.state import (
-    CONFIG,
-    arguments,
     fill_parameters,
     flat,
     learning_rates,
@@ -51,7 +47,7 @@ def statistics(averager: TrainingStateAverager) -> list:
 @pytest.mark.parametrize("offload_optimizer", [True, False], ids=["trainer", "observer"])
 def test_state_survives_the_transfer(donors, optimizer, compression, tolerance, offload_optimizer):
     """LAMB's statistics are tensors, or numbers where a norm is zero. Float16 has no exact step counts above 2048."""
-    options = {"hyperparameter_args": arguments(optimizer=optimizer), "compression": compression}
+    options = {"hyperparameters": Hyperparameters(optimizer=optimizer), "compression": compression}
     donor = donors.add(**options)
     newcomer = donors.add(**options, offload_optimizer=offload_optimizer)
     for epoch in (1, 2):
@@ -360,7 +356,7 @@ def test_state_with_false_statistics_is_not_used(donors, optimizer, first, secon
     :param first, second: multiples of the honest moments
     :param is_alone: whether it is refused without another donor
     """
-    options = {"hyperparameter_args": arguments(optimizer=optimizer)}
+    options = {"hyperparameters": Hyperparameters(optimizer=optimizer)}
     for step in (12, 12, 20) if not is_alone else (12,):  # the liar is the first one
         donor = donors.add(**options)
         for number in range(1, step + 1):  # noise, in which first moments ten steps apart are unrelated
@@ -382,7 +378,7 @@ def test_state_with_false_statistics_is_not_used(donors, optimizer, first, secon
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.5, 0.999), (0.9, 0.9), (0.0, 0.99), (0.99, 0.95)])
 def test_all_moments_that_gradients_make_are_accepted(betas):
     """The largest first moment is that of gradients which grow in this way."""
-    averager = offline_averager(hyperparameter_args=arguments(adam_beta1=betas[0], adam_beta2=betas[1]))
+    averager = offline_averager(hyperparameters=Hyperparameters(adam_beta1=betas[0], adam_beta2=betas[1]))
     first = second = 0.0
     for number in range(60):
         gradient = 1e-3 * (betas[0] / betas[1]) ** (59 - number)
@@ -558,30 +554,3 @@ def test_download_closes_the_stream_when_complete_and_ends_with_its_averager(bui
         assert asked.wait(60) and not answer.done()
         newcomer.shutdown()
         assert answer.result(60) is None
-
-
-def test_monitor_compares_with_the_state_that_it_offers(build_swarm, monkeypatch):
-    """Its averager's process must see what the monitor has loaded since the process was forked."""
-    monkeypatch.setattr(builders, "supervise", lambda *_args, **_options: nullcontext())  # it ends the process
-    swarm = build_swarm()
-    trainer = swarm.add()
-    trainer.optimizer.load_state_from_peers()
-    fill_parameters(trainer.optimizer.state_averager, 7.0)
-    for values in trainer.optimizer.state_averager.optimizer.state.values():
-        values["exp_avg"].fill_(1e-3)
-        values["exp_avg_sq"].fill_(1e-4)
-    trainer.optimizer.state_averager.offer(priority=1)
-    peer, seed = swarm.add_peer(), bytes(8)
-    with builders.open_observer(build_model(CONFIG, "run"), peer, "run", arguments(), 60.0) as observer:
-        assert observer.load_state_from_peers(min_step=0)
-        observer.offer(priority=1)
-
-        async def ask() -> DownloadData:
-            p2p = await trainer.optimizer.dht.replicate_p2p()
-            stub = type(observer).get_stub(p2p, observer.peer_id, namespace=observer.prefix)
-            return await stub.rpc_compare_state(DownloadData(metadata=seed))
-
-        layout = trainer.optimizer.state_averager.layout
-        digest = Digest.parse(asyncio.run(ask()), layout.num_groups)
-        assert digest.step == 1
-        assert torch.allclose(digest.sums, fold(layout.groups(layout.tensors()), seed), rtol=0.01, atol=0.1)

@@ -13,13 +13,13 @@ import psutil
 import pytest
 import torch
 
-from cotrain.common.errors import TEMPORARY, TemporaryError, UserError
 from peerstep.errors import PeerError
 from peerstep.local_peer import supervise
 from peerstep.peer import processes
-from peerstep.peer.processes import Watchdog
+from peerstep.peer.processes import EXIT_TEMPORARY, Watchdog
 from peerstep.peer.threads import PeriodicThread
-from tests.support.peers import local_optimizer, local_peer, wait_until
+from tests.support.engine import local_optimizer, local_peer
+from tests.support.processes import wait_until
 
 
 class Counting(PeriodicThread):
@@ -71,7 +71,7 @@ def test_death_of_a_child_ends_the_process(ended, caplog):
     assert ended == []
     child.lives = False
     watchdog.work()
-    assert ended == [TEMPORARY] and "The averager process has died" in caplog.text
+    assert ended == [EXIT_TEMPORARY] and "The averager process has died" in caplog.text
     watchdog.stop()
     watchdog.work()
     assert len(ended) == 1, "it was asked to stop"
@@ -101,7 +101,7 @@ def test_hang_ends_the_process(ended, caplog, monkeypatch):
         watchdog.record_work()
     clock.now = 1799.0
     watchdog.work()
-    assert ended == [TEMPORARY] and "Nothing was done for 600 seconds: this peer hangs" in caplog.text
+    assert ended == [EXIT_TEMPORARY] and "Nothing was done for 600 seconds: this peer hangs" in caplog.text
 
 
 def test_child_that_hangs_ends_the_process_and_a_pause_of_all_does_not(ended, caplog, monkeypatch):
@@ -117,7 +117,7 @@ def test_child_that_hangs_ends_the_process_and_a_pause_of_all_does_not(ended, ca
     for _ in range(Watchdog.MAX_SILENCE):
         other.beats.value += 1
         watchdog.work()
-    assert set(ended) == {TEMPORARY} and "The averager process hangs or was stopped" in caplog.text
+    assert set(ended) == {EXIT_TEMPORARY} and "The averager process hangs or was stopped" in caplog.text
 
 
 @pytest.mark.peers
@@ -139,17 +139,17 @@ def test_stopped_children_are_noticed(monkeypatch, tmp_path):
                 watchdog.work()
             process.resume()
             code, message, _ = ended.pop()
-            assert code == TEMPORARY and f"The {name} process hangs or was stopped" in message
+            assert code == EXIT_TEMPORARY and f"The {name} process hangs or was stopped" in message
 
 
 @pytest.mark.parametrize(
     ("lives", "error", "raised", "code"),
     [
         (True, ValueError("a bug"), ValueError, 1),
-        (True, UserError("a wrong file"), UserError, 1),
-        (True, TemporaryError("nobody answers"), TemporaryError, TEMPORARY),
-        (False, OSError("handle is closed"), PeerError, TEMPORARY),
-        (False, UserError("the parameters are not finite"), UserError, TEMPORARY),
+        (True, PeerError("a wrong file"), PeerError, 1),
+        (True, PeerError("nobody answers", retryable=True), PeerError, EXIT_TEMPORARY),
+        (False, OSError("handle is closed"), PeerError, EXIT_TEMPORARY),
+        (False, PeerError("the parameters are not finite"), PeerError, EXIT_TEMPORARY),
     ],
 )
 def test_error_that_follows_from_a_death_may_pass(monkeypatch, lives, error, raised, code):

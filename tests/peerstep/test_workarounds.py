@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import logging
 import math
 import weakref
 from types import SimpleNamespace
@@ -10,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 from hivemind.utils import MPFuture
 
-from cotrain.common.logs import TracebackFilter
 from peerstep.optimizer import CollaborativeOptimizer
 from peerstep.peer.averager_process import SafeAverager, switch_to_safe_loop
 from peerstep.reports.records import get_dictionary
@@ -87,15 +85,3 @@ def test_reading_from_a_dht_that_has_died_ends(monkeypatch):
     monkeypatch.setattr("peerstep.reports.records.READ_TIMEOUT", 0.1)
     dht = SimpleNamespace(get=lambda key, latest, return_future=False: MPFuture())
     assert get_dictionary(dht, "key") == {}
-
-
-def test_traceback_of_hivemind_becomes_a_line():
-    try:
-        raise RuntimeError("Peer went\naway")
-    except RuntimeError as error:
-        info, message = (type(error), error, error.__traceback__), error
-    record = logging.LogRecord("hivemind.averaging.averager", logging.ERROR, "", 0, message, None, info)
-    assert TracebackFilter().filter(record)
-    assert record.getMessage() == "Peer went away" and record.levelname == "WARN" and record.exc_info is None
-    own = logging.LogRecord("callback", logging.ERROR, "", 0, "Failed", None, info)
-    assert TracebackFilter().filter(own) and own.exc_info is info and own.levelno == logging.ERROR

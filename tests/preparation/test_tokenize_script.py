@@ -33,7 +33,8 @@ from cotrain.preparation.sources import open_sample
 from cotrain.preparation.tokenizer_training import train_tokenizer
 from cotrain.training.workload import load_workload
 from tests.support.fakes import make_arguments, make_text_task
-from tests.support.peers import ROOT, TINY_ALBERT
+from tests.support.peers import TINY_ALBERT
+from tests.support.processes import ROOT
 from tokenize_wikitext103 import TokenizationArguments
 
 SCRIPT = ROOT / "tokenize_wikitext103.py"

@@ -16,7 +16,8 @@ import run_local_demo
 from cotrain.common.errors import UserError
 from cotrain.common.json_file import read_records
 from run_local_demo import Workers, new_demo_folder, summarize
-from tests.support.peers import ROOT, Script, hold_until_all_begin, wait_until
+from tests.support.peers import Script, hold_until_all_begin, wait_until
+from tests.support.processes import ROOT
 
 FOLDER = "it's a demo"
 STEPS = [

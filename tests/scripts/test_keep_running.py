@@ -10,7 +10,8 @@ import psutil
 import pytest
 
 from tests.support.looped import make_loop
-from tests.support.peers import LONG_STEPS, ROOT, wait_until
+from tests.support.peers import LONG_STEPS, wait_until
+from tests.support.processes import ROOT
 
 # A command that notes each of its starts, and then ends or hangs.
 COMMAND = """\

@@ -9,7 +9,8 @@ import pytest
 
 from cotrain.common.diagnosis import HINT
 from tests.support.launcher import ENVIRONMENT
-from tests.support.peers import LOCAL, ROOT
+from tests.support.peers import LOCAL
+from tests.support.processes import ROOT
 
 NOT_UTF8 = {"LC_ALL": "C", "PYTHONUTF8": "0"}
 

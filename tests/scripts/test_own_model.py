@@ -7,7 +7,8 @@ import torch
 
 from cotrain.tasks.task_loading import build_initial_model, read_task
 from cotrain.training.checkpoints import list_checkpoints
-from tests.support.peers import ROOT, read_jsonl, wait_until
+from tests.support.peers import read_jsonl, wait_until
+from tests.support.processes import ROOT
 
 DIGITS = ROOT / "examples" / "digits.py"
 STEPS, TARGET, LEARNING_RATE = 12, 1024, 0.01

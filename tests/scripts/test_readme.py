@@ -16,7 +16,7 @@ from arguments import TRAINER_ARGUMENTS
 from cotrain.common.errors import ORGANISER_MODULES
 from cotrain.peer.signed_settings import COMMON_SETTINGS
 from tests.support.messages import is_printed
-from tests.support.peers import ROOT
+from tests.support.processes import ROOT
 
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "cotrain/common/messages.md")),

@@ -27,7 +27,7 @@ from cotrain.status.status_keeper import REASONS, StatusKeeper
 from peerstep.reports.progress_report import MAX_ROUNDS
 from peerstep.step.coordinator import Outcome, StepRecord
 from tests.support.fakes import FakeTracker
-from tests.support.peers import ROOT
+from tests.support.processes import ROOT
 
 
 def make_status(**fields) -> TrainerStatus:

@@ -17,7 +17,7 @@ from peerstep.peer import node as own_node
 from peerstep.peer.clock import run_time
 from peerstep.peer.node import NUM_BUCKETS, PROGRESS, WITHOUT_CACHES, RelayedP2P, RunNode, read_reports
 from peerstep.reports.progress_report import PeerProgress
-from tests.support.dht_records import make_validators
+from peerstep.reports.records import build_validators
 
 KEY = f"run_{PROGRESS}"
 STRANGER = RSAPrivateKey()
@@ -49,7 +49,7 @@ class Nodes:
     ) -> RunNode:  # fmt: skip
         """Start a node that joins through the first one. `protocol`: of a hostile one; it stores no report."""
         is_honest = getattr(protocol, "is_honest", True)
-        validators, subkey = make_validators("run", private_key or (RSAPrivateKey() if is_honest else STRANGER))
+        validators, subkey = build_validators("run", private_key or (RSAPrivateKey() if is_honest else STRANGER))
         if self.is_local:
             protocol = self._without_network(protocol)
             validators[0].known = self.validator.known if self.validator else validators[0].known  # checked once

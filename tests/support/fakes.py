@@ -27,16 +27,6 @@ from cotrain.training.session import TrainingSession
 from peerstep.peer.processes import Watchdog
 
 
-def make_batch(size: int = 8, length: int = 32) -> dict[str, torch.Tensor]:
-    """Build random samples with the same number of masked tokens in each."""
-    generator = torch.Generator().manual_seed(0)
-    input_ids = torch.randint(5, 1000, (size, length), generator=generator)
-    labels = input_ids.clone()
-    labels[:, ::4] = -100
-    sentence_order_label = torch.randint(0, 2, (size,), generator=generator)
-    return {"input_ids": input_ids, "labels": labels, "sentence_order_label": sentence_order_label}
-
-
 def collate(samples: list[dict]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor([sample[name] for sample in samples]) for name in samples[0]}
 

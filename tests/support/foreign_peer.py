@@ -13,15 +13,12 @@ import hivemind
 import torch
 from hivemind.dht.crypto import RSASignatureValidator
 
-from tests.support.fakes import make_batch
-from tests.support.models import build_model
-from tests.support.peers import LOCAL
-from tests.support.state import CONFIG
+from tests.support.engine import LOCAL, build_model, make_batch
 
 
 def main(run_id: str, address: str) -> None:
     """Train as in hivemind's README."""
-    model = build_model(CONFIG, "run")
+    model = build_model()
     validators = [RSASignatureValidator()]
     optimizer = hivemind.Optimizer(
         dht=hivemind.DHT(initial_peers=[address], host_maddrs=[LOCAL], record_validators=validators, start=True),

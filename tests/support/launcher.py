@@ -25,18 +25,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from cotrain.common.errors import ORGANISER_MODULES
-from peerstep.peer.processes import keep_memory_shared, signal_at_end_of_parent
+from peerstep.peer.processes import keep_memory_shared
+from tests.support.processes import ENVIRONMENT, PYTHON, ROOT, end_with_parent
 
-ROOT = Path(__file__).parents[2]
 MODULES = (
     "cotrain.join", "cotrain.data.download", "cotrain.data.loading",
     "cotrain.monitoring.evaluation", "cotrain.monitoring.hub_upload", "cotrain.monitoring.monitor",
     "cotrain.training.hf_trainer", "cotrain.training.session",
     "run_custom_trainer", "run_evaluator", "run_trainer", "run_training_monitor",
 )  # fmt: skip
-PYTHON = (sys.executable, "-u", "-W", "ignore")
-# One core, and no GPU: all trainers of a test would share it
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
 # Variables that nothing reads during the imports: a forked script may have other values than the launcher
 LATE_VARIABLES = frozenset({
     "ATTACK", "AWS_ACCESS_KEY_ID", "AWS_ENDPOINT_URL", "AWS_SECRET_ACCESS_KEY", "CLOCK", "DOWNLOAD_SECONDS",
@@ -45,19 +42,6 @@ LATE_VARIABLES = frozenset({
     "PYTHONPATH", "RANK", "RECORD", "TRACKIO_DIR", "TRACKIO_WRITE_TOKEN", "WORLD_SIZE", "XDG_CONFIG_HOME",
 })  # fmt: skip
 CLONE_NEWNET = 0x40000000  # <linux/sched.h>
-
-
-def end_with_parent() -> None:
-    """End a script's process when the tests end, even if they are killed. Runs in the process before the script.
-
-    The kernel watches the thread that started the process. The process gets a session, by which `Script.family` finds
-    its descendants. The fork hook of `guard_children` may have run before: it ignores SIGINT and makes a process
-    group, whose leader must leave it for `setsid`.
-    """
-    os.setpgid(0, os.getpgid(os.getppid()))
-    os.setsid()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal_at_end_of_parent(signal.SIGKILL)
 
 
 class LaunchedProcess:

@@ -7,7 +7,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from tests.support.peers import ROOT
+from tests.support.processes import ROOT
 
 MIN_LETTERS = 4  # of a template, as in "Step #…": f"{name}: {value}" has none and would match any line
 MIN_SHARE = 0.5  # of a line's letters that the template has: "… sent …" would match too many

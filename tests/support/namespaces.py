@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from peerstep.peer.processes import leave_with_parent
-from tests.support.peers import namespace_prefix, wait_until
+from tests.support.processes import namespace_prefix, wait_until
 
 # libp2p treats the address ranges for documentation as private and does not use them for relays. These are public
 # addresses of others, which is safe: no packet leaves the namespaces.

@@ -18,10 +18,9 @@ from peerstep.reports.records import signer_of
 from peerstep.rounds.result import RoundResult
 from peerstep.state.averager import TrainingStateAverager
 from peerstep.step.coordinator import Outcome
-from tests.support.models import build_model
-from tests.support.peers import build_trainers_optimizer
+from tests.support.engine import build_model, build_optimizer
 from tests.support.simulated_network import make_subkey
-from tests.support.state import CONFIG, build_averager
+from tests.support.state import build_averager
 
 RNG = random.Random(0)
 SUBKEY = make_subkey(RNG)
@@ -178,11 +177,11 @@ class Donors:
 
 def offline_averager(peer=PEER, **options) -> TrainingStateAverager:
     """Build a state averager whose process is never started."""
-    return build_averager(build_model(CONFIG, "run"), peer, "run_state_averager", start=False, **options)
+    return build_averager(build_model(), peer, "run_state_averager", start=False, **options)
 
 
-def offline_optimizer(model: torch.nn.Module, **flags) -> CollaborativeOptimizer:
-    """Build a trainer's optimizer with `Rounds`. Use the fixture `offline`, which keeps it from starting processes."""
-    optimizer = build_trainers_optimizer(model, PEER, 4, **{"bandwidth": 50.0, **flags})
+def offline_optimizer(model: torch.nn.Module, **settings) -> CollaborativeOptimizer:
+    """Build an optimizer with `Rounds`. Use the fixture `offline`, which keeps it from starting processes."""
+    optimizer = build_optimizer(model, PEER, 4, **{"bandwidth": 50.0, **settings})
     optimizer.coordinator = Rounds(optimizer)
     return optimizer

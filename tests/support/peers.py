@@ -2,15 +2,10 @@
 
 import contextlib
 import json
-import os
 import random
-import re
-import signal
 import socket
-import subprocess
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -20,9 +15,10 @@ import psutil
 
 from arguments import BaseTrainingArguments, CollaborationArguments, LocalTrainingArguments, ProgressTrackerArguments
 from cotrain.options import NOTHING, TrainerOptions
-from tests.support.launcher import ENVIRONMENT, PYTHON, ROOT, Launcher, end_with_parent
+from tests.support.engine import LOCAL, TINY_ALBERT
+from tests.support.launcher import Launcher
+from tests.support.processes import Script, wait_until
 
-LOCAL = "/ip4/127.0.0.1/tcp/0"
 ALTERED = "tests/support/altered.py"
 # Seconds of a micro-batch, see altered.py. The model needs 0.02 s of them.
 PACE = 0.25
@@ -36,18 +32,6 @@ def steps_of(seconds: float, num_trainers: int, pace: float = PACE) -> tuple[str
 
 # Long enough for two trainers that start together to find each other in the first step.
 LONG_STEPS = steps_of(seconds=5, num_trainers=2)
-TINY_ALBERT = {
-    "model_type": "albert",
-    "embedding_size": 16,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-    "classifier_dropout_prob": 0.0,
-    "max_position_embeddings": 64,
-}
 _TINY_BERT = {**TINY_ALBERT, "hidden_size": 16, "intermediate_size": 32}
 del _TINY_BERT["embedding_size"], _TINY_BERT["classifier_dropout_prob"]
 # Small models of all families.
@@ -81,148 +65,6 @@ def reserve_maddr() -> str:
         with socket.socket() as candidate, contextlib.suppress(OSError):
             candidate.bind(("127.0.0.1", port))
             return f"/ip4/127.0.0.1/tcp/{port}"
-
-
-def wait_until(condition, timeout: float, what: str):
-    """Wait until a condition is true and return its value.
-
-    :param timeout: seconds; where the code under test promises no time, tests use up to 120
-    :param what: what the condition means, for the error message
-    :raises AssertionError: after `timeout`
-    """
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        if value := condition():
-            return value
-        time.sleep(0.1)
-    raise AssertionError(f"not within {timeout} seconds: {what}")
-
-
-def namespace_prefix(namespace: str) -> list[str]:
-    """Return the prefix of a command that runs in a network namespace. The process ID does not change.
-
-    :param namespace: its path
-    """
-    return ["nsenter", f"--net={namespace}", "--"]
-
-
-class Script:
-    """A process that runs one of our scripts, in a separate process group, with its output in a file.
-
-    :param namespace: network namespace of the host to run it on (see Host)
-    :param launcher: forks the script if its environment allows that; otherwise the script is started from scratch
-    """
-
-    def __init__(
-        self,
-        name: str,
-        *args: object,
-        log: Path,
-        env: dict[str, str] | None = None,
-        namespace: str | None = None,
-        launcher: Launcher | None = None,
-    ):
-        self.log = log
-        self._offset = log.stat().st_size if log.exists() else 0  # a restarted script appends to the same file
-        command, env = [str(ROOT / name), *map(str, args)], env or {}
-        if launcher is not None and launcher.can_start(env):
-            self.process = launcher.start(command, env, log, namespace)
-        else:
-            enter = [] if namespace is None else namespace_prefix(namespace)
-            with open(log, "ab") as file:
-                self.process = subprocess.Popen(
-                    [*enter, *PYTHON, *command], stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
-                    cwd=log.parent, env={**os.environ, **ENVIRONMENT, **env}, preexec_fn=end_with_parent,
-                )  # fmt: skip
-
-    @property
-    def output(self) -> str:
-        return self.log.read_bytes()[self._offset :].decode(errors="replace")
-
-    @property
-    def steps(self) -> list[int]:
-        """The global steps that a trainer or monitor has logged."""
-        return [int(step) for step in re.findall(r"\bStep #(\d+)", self.output)]
-
-    def family(self) -> list[psutil.Process]:
-        """Return the live processes of the script.
-
-        They share its session, but for torch_shm_manager: it ends by itself after the others, and removes their files
-        in /dev/shm.
-        """
-        found = []
-        for pid in psutil.pids():
-            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
-                if os.getsid(pid) == self.process.pid:
-                    process = psutil.Process(pid)
-                    if process.status() != psutil.STATUS_ZOMBIE:
-                        found.append(process)
-        return found
-
-    def wait_for(self, pattern: str, timeout: float = 120) -> re.Match:
-        """Wait until the output matches a pattern.
-
-        :raises AssertionError: with the output, if the process ends before that, or after `timeout` seconds
-        """
-
-        def found():
-            match = re.search(pattern, self.output)
-            if match is None and self.process.poll() is not None:
-                time.sleep(0.2)
-                match = re.search(pattern, self.output)
-                assert match is not None, f"ended with {self.process.returncode} before '{pattern}':\n{self.output}"
-            return match
-
-        try:
-            return wait_until(found, timeout, pattern)
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.output}") from None
-
-    def wait(self, timeout: float = 120) -> int:
-        """Wait until the main process ends, and return its exit code."""
-        deadline = time.monotonic() + timeout
-        while self.process.poll() is None:
-            assert time.monotonic() < deadline, f"still running after {timeout} seconds:\n{self.output}"
-            time.sleep(0.1)
-        return self.process.returncode
-
-    def stop(self, number: int = signal.SIGTERM) -> int:
-        """Send a signal to the main process, wait until it ends, and return its exit code."""
-        self.process.send_signal(number)
-        return self.wait()
-
-    def assert_nothing_left(self, timeout: float = 60) -> None:
-        """Check that no process of the script is left `timeout` seconds after the end of the main process."""
-        wait_until(lambda: not self.family(), timeout, f"the end of {[p.pid for p in self.family()]} {self.family()}")
-
-    def kill(self) -> None:
-        """Kill the main process (SIGKILL), and check that the others end, too."""
-        self.process.kill()
-        self.wait()
-        self.assert_nothing_left()
-
-    def freeze(self, seconds: float) -> None:
-        """Stop all processes for some seconds."""
-        family = self.family()
-        try:
-            for process in family:
-                process.suspend()
-            time.sleep(seconds)
-        finally:
-            for process in family:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.resume()
-
-    def kill_all(self) -> None:
-        """Kill all processes of the script."""
-        for process in (self.process, *self.family()):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        self.process.wait()
-
-    @property
-    def address(self) -> str:
-        return self.wait_for(r"--initial_peers (/ip4/\S+)")[1]
 
 
 def prepare_data(

@@ -27,7 +27,8 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 from peerstep.peer import clock
 from peerstep.reports.records import signer_of
 from peerstep.rounds import allreduce, reducer, uplink
-from tests.support.scenario import BATCH, Monitor, Peer, Scenario, State
+from tests.support.monitored import Monitor, MonitoredScenario
+from tests.support.scenario import BATCH, Peer, State
 from tests.support.simulated_network import DHT_SECONDS, DIAL_SECONDS
 from tests.support.simulated_time import EPOCH, owner
 
@@ -267,7 +268,7 @@ class FaultyPeer(Peer):
         return future
 
 
-class FaultyRun(Scenario):
+class FaultyRun(MonitoredScenario):
     """A run with the faults of a plan. Use it as a context manager, and call `run`."""
 
     def __init__(self, plan: Plan, grain: float = 0.16):

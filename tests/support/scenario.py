@@ -7,19 +7,16 @@ import logging
 import math
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
-from cotrain.monitoring.monitor import CheckpointKeeper
-from cotrain.task import Task
 from peerstep.reports.marks import Marks
 from peerstep.step.coordinator import Outcome
-from tests.support.peers import build_trainers_optimizer
+from tests.support.engine import build_optimizer
 from tests.support.simulated_network import Network, Node
 from tests.support.simulated_time import owner
-from tests.support.state import arguments, build_averager, snapshot
+from tests.support.state import snapshot
 
 State = tuple[dict, list[torch.Tensor]]
 
@@ -58,9 +55,9 @@ class Peer(Node):
     def _build(self, start_step: int, parameters: torch.Tensor, state: State | None, flags: dict) -> None:
         self.model = torch.nn.Module()
         self.model.weight = torch.nn.Parameter(parameters.clone())
-        flags = {**SETTINGS, "client_mode": self.client_mode, "bandwidth": self.uplink * 8e-6, **flags}
+        flags = {**SETTINGS, "bandwidth": self.uplink * 8e-6, **flags}
         peer = SimpleNamespace(dht=self, public_key=self.subkey, private_key=self.private_key, run_id="run")
-        self.optimizer = build_trainers_optimizer(self.model, peer, BATCH, **flags)
+        self.optimizer = build_optimizer(self.model, peer, BATCH, **flags)
         self.optimizer.grad_averager.allreduce_kwargs["part_size_bytes"] = PART_BYTES
         self.optimizer.on_round = self.rounds.append
         self.optimizer.state_averager.restore = self._restore
@@ -152,35 +149,8 @@ class Peer(Node):
         self.record()
         self.kill(silently=False)
 
-
-class Monitor(Node):
-    """A monitor's keeper of checkpoints and its node. Create it with `Scenario.add_monitor`."""
-
-    def __init__(self, scenario: "Scenario", folder: Path):
-        super().__init__(scenario, LINKS, client=False, clock=0.0)
-        self.scenario, self.log = scenario, list[str]()
-        model = torch.nn.Module()
-        model.weight = torch.nn.Parameter(scenario.initial.clone())
-        averager = self.context.copy().run(
-            build_averager,
-            model,
-            SimpleNamespace(dht=self, public_key=self.subkey),
-            "run_state_averager",
-            arguments(optimizer=SETTINGS["optimizer"]),
-            offload_optimizer=False,
-        )
-        self.keeper = CheckpointKeeper(averager, Task(), model, "run", folder, interval=2, keep=(2, 8), pause=0.01)
-
-    def look(self, step: int) -> None:
-        """Do what a monitor does that reports a step."""
-        trainers = {peer.peer_id for peer in self.scenario.peers if not peer.ended}
-        self.keeper.update(step, trainers_are_leaving=False, trainers=trainers)
-
-    def refresh(self, step: int) -> None:
-        """Do what a monitor does that reports a step, and wait until it is done."""
-        self.look(step)
-        if self.keeper.pending is not None:
-            self.keeper.pending.result()
+    def close(self) -> None:
+        self.optimizer.coordinator.call_off()  # or hivemind warns when it is deleted
 
 
 class _PeerLog(logging.Handler):
@@ -218,10 +188,7 @@ class Scenario(Network):
         logging.getLogger("peerstep").removeHandler(self._handler)
         super().__exit__(*error)
         for node in self.nodes:
-            if isinstance(node, Monitor):
-                node.keeper.close()
-            else:
-                node.optimizer.coordinator.call_off()  # or hivemind warns when it is deleted
+            node.close()
 
     def add(
         self,
@@ -249,11 +216,6 @@ class Scenario(Network):
         peer.start(start_step, self.initial if params is None else params, state, {**self.flags, **flags})
         self.nodes.append(peer)
         return peer
-
-    def add_monitor(self, folder: Path) -> Monitor:
-        """Add a monitor that saves every second step."""
-        self.nodes.append(Monitor(self, folder))
-        return self.nodes[-1]
 
     # Observation
 

@@ -1,4 +1,4 @@
-"""State averagers with the settings of a trainer, and changes of their state."""
+"""State averagers, and changes of their state."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -6,48 +6,33 @@ from functools import partial
 import torch
 from hivemind.proto.averaging_pb2 import DownloadData
 from hivemind.utils import MSGPackSerializer
-from transformers import AlbertConfig
 
-from cotrain.settings import Hyperparameters
-from cotrain.training.builders import (
-    build_local_optimizer,
-    build_param_groups,
-    build_scheduler,
-)
 from peerstep.state.averager import TrainingStateAverager
 from peerstep.state.statistics import build_with_statistics
 from peerstep.tensors.checks import TensorAssembler
 from peerstep.tensors.compression import build_state_compression
-from tests.support.peers import TINY_ALBERT
-
-CONFIG = AlbertConfig(vocab_size=1000, **{name: value for name, value in TINY_ALBERT.items() if name != "model_type"})
-
-
-def arguments(**options) -> Hyperparameters:
-    return Hyperparameters(**{"learning_rate": 0.01, "warmup_steps": 0, "total_steps": 1000, **options})
+from tests.support.engine import Hyperparameters
 
 
 def build_averager(
     model: torch.nn.Module,
     peer,
     prefix: str,
-    hyperparameter_args: Hyperparameters | None = None,
+    hyperparameters: Hyperparameters | None = None,
     compression: str = "none",
     offload_optimizer: bool = True,
     optimizer: Callable | None = None,
     **options,
 ):
-    """Build a state averager with the settings of a trainer."""
-    hyperparameter_args = hyperparameter_args or arguments()
+    """Build a state averager."""
+    hyperparameters = hyperparameters or Hyperparameters()
     return TrainingStateAverager(
         dht=peer.dht,
         public_key=peer.public_key,
         prefix=prefix,
-        params=build_param_groups(model, hyperparameter_args.weight_decay),
-        optimizer=partial(
-            build_with_statistics, optimizer or partial(build_local_optimizer, args=hyperparameter_args)
-        ),
-        scheduler=partial(build_scheduler, args=hyperparameter_args),
+        params=hyperparameters.build_groups(model),
+        optimizer=partial(build_with_statistics, optimizer or hyperparameters.build_optimizer),
+        scheduler=hyperparameters.build_scheduler,
         initialize_optimizer=False,
         offload_optimizer=offload_optimizer,
         state_compression=build_state_compression(compression),

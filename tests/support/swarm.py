@@ -1,6 +1,6 @@
 """A small swarm of real peers whose local steps the test takes; tests/support/scenario.py simulates more of them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,10 +9,9 @@ import torch
 from hivemind.utils import PerformanceEMA
 
 from peerstep.local_peer import LocalPeer as Peer
-from tests.support.fakes import make_batch
-from tests.support.models import build_model
-from tests.support.peers import local_optimizer, local_peer, wait_until
-from tests.support.state import CONFIG, flat
+from tests.support.engine import build_model, local_optimizer, local_peer, make_batch
+from tests.support.processes import wait_until
+from tests.support.state import flat
 
 SAMPLES = make_batch(size=200)
 OPTIONS = {
@@ -32,9 +31,9 @@ class NoEstimate(PerformanceEMA):
 class Trainer:
     """A trainer whose local steps are taken by the test."""
 
-    def __init__(self, stack: ExitStack, peer: Peer, **options):
-        self.peer, self.model = peer, build_model(CONFIG, "run")
-        self.optimizer = stack.enter_context(local_optimizer(self.model, peer, 1, **options))
+    def __init__(self, stack: ExitStack, peer: Peer, open_optimizer: Callable, options: dict):
+        self.peer, self.model = peer, build_model()
+        self.optimizer = stack.enter_context(open_optimizer(self.model, peer, 1, **options))
         self.optimizer.tracker.own.performance_ema = NoEstimate()
         self.log: list[dict] = []
         self.optimizer.on_round = self.log.append
@@ -72,11 +71,12 @@ class Trainer:
 class Swarm:
     """The peers of a run.
 
-    :param options: options of each optimizer, as in `local_optimizer`
+    :param open_optimizer, options: of each trainer, as `local_optimizer` and its options
     """
 
-    def __init__(self, stack: ExitStack, folder: Path, **options):
+    def __init__(self, stack: ExitStack, folder: Path, open_optimizer: Callable = local_optimizer, **options):
         self.stack, self.folder, self.options = stack, folder, {**OPTIONS, **options}
+        self.open_optimizer = open_optimizer
         self.peers: list[Peer] = []
         self.trainers: list[Trainer] = []
         self.pool = ThreadPoolExecutor(8)
@@ -94,8 +94,7 @@ class Swarm:
         return self.peers[-1]
 
     def add(self, client_mode: bool = False) -> Trainer:
-        options = {**self.options, "client_mode": client_mode}
-        self.trainers.append(Trainer(self.stack, self.add_peer(client_mode), **options))
+        self.trainers.append(Trainer(self.stack, self.add_peer(client_mode), self.open_optimizer, self.options))
         return self.trainers[-1]
 
     def add_several(self, *client_modes: bool) -> list[Trainer]:

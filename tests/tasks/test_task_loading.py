@@ -13,9 +13,9 @@ from cotrain import Task
 from cotrain.common.errors import UserError, describe, run_script
 from cotrain.monitoring.samples import open_completer
 from cotrain.tasks.task_loading import build_initial_model, load_samples, read_task
+from tests.support.engine import CONFIG
 from tests.support.fakes import make_text_task
 from tests.support.peers import LOCAL
-from tests.support.swarm import CONFIG
 
 HEAD = "import torch\nfrom cotrain import Task\n\n"
 GOOD = f"""{HEAD}class Mine(Task):

@@ -7,7 +7,8 @@ import torch
 from torch_optimizer import Lamb
 
 from arguments import LocalTrainingArguments
-from cotrain.training.builders import build_local_optimizer
+from cotrain.settings import Hyperparameters
+from cotrain.training.builders import build_local_optimizer, build_param_groups, build_scheduler
 from cotrain.training.lamb import ForeachLamb
 from peerstep.state.layout import StateLayout
 from peerstep.state.statistics import build_with_statistics
@@ -79,3 +80,10 @@ def test_each_optimizer_trains_beside_local_updates(name):
     parameter.grad = torch.randn(4, 3)
     optimizer.step()
     assert not torch.equal(parameter, torch.ones(4, 3)) and parameter.isfinite().all()
+
+
+def test_rate_of_the_last_step_stays_in_a_run_that_continues():
+    args = Hyperparameters(warmup_steps=0, total_steps=4, after_last_step="continue")
+    scheduler = build_scheduler(build_local_optimizer(build_param_groups(torch.nn.Linear(2, 2), 0.0), args), args)
+    factors = [scheduler.lr_lambdas[0](step) for step in range(7)]
+    assert factors == [1.0, 0.75, 0.5, 0.25, 0.25, 0.25, 0.25]

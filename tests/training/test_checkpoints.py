@@ -30,9 +30,9 @@ from cotrain.training import checkpoints
 from cotrain.training.check_machine import check_folders
 from cotrain.training.checkpoints import SavedState
 from cotrain.training.finding import attempt
+from tests.support.engine import CONFIG
 from tests.support.fakes import FakeAverager, make_session, make_state
 from tests.support.models import build_model
-from tests.support.swarm import CONFIG
 
 MODEL = build_model(CONFIG, "run")
 

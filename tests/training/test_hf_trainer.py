@@ -28,9 +28,9 @@ from cotrain.training.hf_trainer import (
     choose_devices,
 )
 from cotrain.training.needs import set_batch_size
-from tests.support.fakes import FakeTask, make_arguments, make_batch
+from tests.support.engine import CONFIG, make_batch
+from tests.support.fakes import FakeTask, make_arguments
 from tests.support.models import build_model
-from tests.support.swarm import CONFIG
 
 
 def build_trainer(

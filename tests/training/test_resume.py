@@ -22,11 +22,11 @@ from cotrain.training.publisher import Publisher
 from cotrain.training.recovery import Recovery
 from cotrain.training.session import TrainingSession
 from peerstep.step.coordinator import StepRecord
-from tests.support.fakes import FakeTask, make_arguments, make_batch
+from tests.support.engine import CONFIG, make_batch
+from tests.support.fakes import FakeTask, make_arguments
 from tests.support.models import build_model
 from tests.support.peers import local_peer
 from tests.support.state import flat, snapshot
-from tests.support.swarm import CONFIG
 
 SIZE = 8  # samples of the dataset, of a local step and of a global step: all steps use the same samples
 # Relative, of a loss, which falls by about 1 % in four steps. On a CPU bf16 changes a loss by 2e-5.
