@@ -137,9 +137,11 @@ def test_error_is_one_line_and_a_fatal_one_is_described_in_full(text, line):
         ("/data/outputs/.lock: Permission denied", "--output_dir"),
         ("Could not save a checkpoint: [Errno 28] No space left on device. Training continues, keeping the previous "
          "checkpoint", "the next checkpoint is tried as usual"),
+        ("Some gradients of this peer came too late for step #2. If its link is slower than the others', fewer bits "
+         "help, or rounds that are rarer", "--local_updates"),
     ],
 )  # fmt: skip
-def test_faults_of_the_machine_have_a_remedy(message, remedy):
+def test_faults_have_a_remedy(message, remedy):
     assert remedy in diagnose(message).action
 
 
