@@ -30,6 +30,7 @@ from hivemind.utils.crypto import RSAPrivateKey
 from peerstep.rounds.claims import PROOF_BYTES, called_silent, deal, parse_claims, rank
 from peerstep.rounds.conduct import Conduct
 from peerstep.rounds.known_peers import KnownPeers, parse_list, read_peer_id
+from peerstep.rounds.relay import RELAY_SECONDS, build_list, digest_of
 from peerstep.rounds.requests import JoinRequests, Request
 
 logger = get_logger(__name__)
@@ -38,6 +39,7 @@ LEADER_MARGIN = 2.0  # seconds after which a leader that should have begun is ab
 RETRY_SECONDS = 1.0  # before an unreachable leader is asked again
 POLL_SECONDS = 0.05  # between two looks at who has asked, whether the step is due, or an answer has come
 MAX_ABSENCES = 2  # consecutive rounds that a peer may miss before leaders stop waiting for it
+MISSING_PART = 32  # of as many expected peers one is not waited for: in large runs somebody has always just left
 # As many thirds of the expected peers are in a group, or it waits for SMALL_SECONDS longer. With half of them, one key
 # beside four trainers made two groups of three, in which nothing bounds its weight.
 LEAST_THIRDS, SMALL_SECONDS = 2, 4.0
@@ -190,7 +192,8 @@ class StepMatchmaking(Matchmaking):
             for request in joined.values():
                 if not request.due.done():
                     request.due.set_result(None)
-        is_complete = not self._expected(search) - joined.keys()
+        expected = self._expected(search)
+        is_complete = MISSING_PART * len(expected - joined.keys()) <= len(expected)
         seconds = 0.0 if is_complete else self.min_matchmaking_time
         is_due = bool(joined) and search.seconds_due() >= seconds
         return self.assemble(search, joined) if is_due and self._are_enough(search, joined, LEADER_MARGIN) else None
@@ -223,8 +226,12 @@ class StepMatchmaking(Matchmaking):
         """Tell the peers that have asked who else has. Return this peer's group, see `deal`."""
         entries = {peer_id: request.entry for peer_id, request in joined.items()}
         entries[self.peer_id] = self._sign(search.control, self.peer_id)
-        for request in joined.values():
-            request.answer.set_result(entries)
+        relays = [peer_id for peer_id in self._candidates(search) if peer_id in joined]
+        relays.sort(key=lambda peer_id: -parse_claims(entries[peer_id][:-PROOF_BYTES]).bandwidth)
+        others = [peer_id for peer_id in joined if peer_id not in relays]
+        told = self.requests.relay.plan(self.peer_id, build_list(entries), relays, others)
+        for peer_id, request in joined.items():
+            request.answer.set_result(told[peer_id])
         return self._deal(search, entries, self.peer_id)
 
     def _deal(self, search: Search, entries: Mapping[PeerID, bytes], leader: PeerID) -> GroupInfo:
@@ -271,7 +278,10 @@ class StepMatchmaking(Matchmaking):
         finally:
             self.requests.following = None
         if message.code == averaging_pb2.BEGIN_ALLREDUCE:
-            return self._accept_group(search, leader, own, message)
+            if (listed := await self._receive_list(search, leader, message)) is not None:
+                return self._accept_group(search, leader, own, listed)
+            search.given_up.add(leader)
+            return None
         is_known = message.code in averaging_pb2.MessageCode.values()
         code = averaging_pb2.MessageCode.Name(message.code) if is_known else f"unknown code {message.code}"
         search.failures[leader] = time.monotonic(), code
@@ -305,6 +315,25 @@ class StepMatchmaking(Matchmaking):
             message.cancel()
             # A stream cannot be closed while something waits for its next message.
             await asyncio.gather(message, return_exceptions=True)
+
+    async def _receive_list(
+        self, search: Search, leader: PeerID, message: averaging_pb2.MessageFromLeader
+    ) -> averaging_pb2.MessageFromLeader | None:
+        """Return a leader's list, from the members that are to pass it on if the leader has not sent it."""
+        digest, step = message.group_id, str(search.control.step)
+        if not digest:
+            self.requests.relay.keep(message)
+            return message
+        request = averaging_pb2.JoinRequest(schema_hash=self.schema_hash, gather=digest, group_key=step)
+        for parent in (*message.ordered_peer_ids[:2], leader.to_bytes()):
+            with suppress(Exception):  # whatever it answers, the next one is asked
+                stub = self._servicer_type.get_stub(self._p2p, PeerID(parent), namespace=self._prefix)
+                async with asyncio.timeout(RELAY_SECONDS), aclosing(await stub.rpc_join_group(request)) as stream:
+                    listed = await anext(stream)
+                if digest_of(listed) == digest:
+                    self.requests.relay.keep(listed)
+                    return listed
+        return None
 
     def _accept_group(
         self, search: Search, leader: PeerID, own: bytes, message: averaging_pb2.MessageFromLeader

@@ -13,6 +13,7 @@ from peerstep.peer.clock import run_time
 from peerstep.rounds.claims import PROOF_BYTES, parse_claims
 from peerstep.rounds.conduct import Conduct
 from peerstep.rounds.known_peers import KNOWN_SECONDS, MAX_HELD_REQUESTS, STALE_SECONDS, KnownPeers
+from peerstep.rounds.relay import DIGEST_BYTES, Relay
 
 MAX_REQUEST_BYTES = 1024  # of 1,024 that are held
 STRANGER_SECONDS = 5.0  # for which a stranger's requests count, from the first one; its report is read meanwhile
@@ -25,7 +26,7 @@ class Request:
 
     step: int
     entry: bytes  # signed claims, which `refuse` has checked
-    answer: asyncio.Future  # of the list of entries, of the leader to ask instead, or of None (no group)
+    answer: asyncio.Future  # of what the leader tells it, of the leader to ask instead, or of None (no group)
     due: asyncio.Future  # set once the step is due at this peer, which leads
 
 
@@ -39,6 +40,7 @@ class JoinRequests:
 
     def __init__(self, schema_hash: bytes, client_mode: bool, known: KnownPeers, conduct: Conduct):
         self._schema_hash, self._client_mode, self.known, self.conduct = schema_hash, client_mode, known, conduct
+        self.relay = Relay()
         self.finished_step = -1  # newest step for which this peer searches no group any more
         self.following: tuple[int, PeerID] | None = None  # step, and the leader that has accepted this peer
         self.held: dict[PeerID, Request] = {}
@@ -102,7 +104,13 @@ class JoinRequests:
     async def answer(
         self, request: averaging_pb2.JoinRequest, peer_id: PeerID
     ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
-        """Answer a request to join the group of a step: with the group, or with the leader that this peer follows."""
+        """Answer a request to join the group of a step: with the group, or with the leader that this peer follows.
+
+        A request with a digest is one for the list of a group.
+        """
+        if len(request.gather) == DIGEST_BYTES and peer_id in self.known.public_keys:
+            yield await self.relay.answer(request.gather, peer_id)
+            return
         code = self.refuse(request, peer_id)
         if code is not None:
             yield averaging_pb2.MessageFromLeader(code=code)
@@ -124,12 +132,8 @@ class JoinRequests:
             if not entry.answer.done():
                 yield averaging_pb2.MessageFromLeader(code=averaging_pb2.ACCEPTED)
             answer = await entry.answer
-            if isinstance(answer, dict):
-                yield averaging_pb2.MessageFromLeader(
-                    code=averaging_pb2.BEGIN_ALLREDUCE,
-                    ordered_peer_ids=[member.to_bytes() for member in answer],
-                    gathered=answer.values(),
-                )
+            if isinstance(answer, averaging_pb2.MessageFromLeader):
+                yield answer
             else:
                 code = averaging_pb2.NOT_A_LEADER if answer else averaging_pb2.GROUP_DISBANDED
                 suggested = answer.to_bytes() if answer else b""

@@ -1,6 +1,7 @@
 """Tests of matchmaking for a global step, on an in-memory network without processes and libp2p."""
 
 import asyncio
+import collections
 import functools
 import itertools
 import math
@@ -19,7 +20,7 @@ from hivemind.utils.crypto import RSAPrivateKey
 
 from peerstep.peer.clock import run_time
 from peerstep.reports.records import signer_of
-from peerstep.rounds import conduct, known_peers, matchmaking, requests
+from peerstep.rounds import conduct, known_peers, matchmaking, relay, requests
 from peerstep.rounds.claims import PROOF_BYTES, Claims, parse_claims, rank, sign
 from peerstep.rounds.matchmaking import RosterEntry, StepMatchmaking
 from peerstep.rounds.requests import parse_step
@@ -872,3 +873,81 @@ async def test_group_in_which_nobody_reduces_is_false():
     entries = {peer_id: entry_of(peer_id, ids[0], claims) for peer_id in ids}
     with pytest.raises(ValueError, match="nobody reduces"):
         peer.known.check_list(entries, 1, ids[0], entries[ids[2]])
+
+
+@pytest.fixture
+def small_tree(monkeypatch) -> None:
+    """Let a leader of nine send its list to four, in two trees with two branches at each member."""
+    monkeypatch.setattr(relay, "MAX_DIRECT", 2)
+    monkeypatch.setattr(relay, "FANOUT", 2)
+
+
+async def never(*_) -> None:
+    await asyncio.sleep(math.inf)
+
+
+async def answer_shortened(digest: bytes, _peer_id: PeerID) -> averaging_pb2.MessageFromLeader:
+    return averaging_pb2.MessageFromLeader(code=averaging_pb2.BEGIN_ALLREDUCE, group_id=digest)
+
+
+@pytest.mark.usefixtures("small_tree")
+@pytest.mark.parametrize("answer", [None, never, answer_shortened])
+async def test_members_pass_on_the_list_of_a_large_group(monkeypatch, answer):
+    """One of them is a client, and another one may be silent, or lie: who relies on it asks others."""
+    network, ids = make_network(9, clients=1)
+    served = []
+    for peer_id, peer in network.peers.items():
+        own = peer.requests.relay
+        handler = answer if answer and peer_id == ids[1] else own.answer
+        monkeypatch.setattr(own, "answer", partial(count_list, served, handler))
+    assert_one_group(await network.find(ids, timeout=30.0), ids)
+    assert {*served} == {*ids[4:]}, "the leader sends its list to three"
+
+
+async def count_list(served: list[PeerID], handler: Callable, digest: bytes, peer_id: PeerID):
+    served.append(peer_id)
+    return await handler(digest, peer_id)
+
+
+@pytest.mark.usefixtures("small_tree")
+async def test_leader_gives_its_list_to_those_that_get_it_from_nobody(monkeypatch):
+    network, ids = make_network(9)
+    for peer_id in ids[1:]:
+        monkeypatch.setattr(network.peers[peer_id].requests.relay, "answer", never)
+    assert_one_group(await network.find(ids, timeout=60.0), ids)
+
+
+async def test_a_list_is_passed_on_to_peers_of_the_run_alone(clock):
+    """A peer waits for one list at a time, and not for ever."""
+    network, (leader, member) = make_network(2)
+    stranger = make_ids(9)[-1]
+    asked = request(gather=bytes(relay.DIGEST_BYTES))
+    refused = await codes_of(network, leader, stranger, asked)
+    began = clock.now
+    at_once = await asyncio.gather(*(codes_of(network, leader, member, asked) for _ in range(2)))
+    assert refused == [averaging_pb2.PROTOCOL_VIOLATION]
+    assert at_once == [[averaging_pb2.GROUP_DISBANDED]] * 2
+    assert clock.now - began == pytest.approx(relay.HOLD_SECONDS, abs=0.1)
+
+
+async def codes_of(network: Network, leader: PeerID, caller: PeerID, asked: averaging_pb2.JoinRequest) -> list[int]:
+    async with network.join(leader, caller, asked) as answers:
+        return [answer.code async for answer in answers]
+
+
+@pytest.mark.parametrize(("num_relays", "num_others"), [(48, 80), (192, 320), (3, 200), (1, 40)])
+def test_a_list_reaches_all_members_of_any_group(num_relays, num_others):
+    """Only those that can be called pass it on, each to few others if there are enough of them."""
+    relays = make_ids(num_relays + 1)[1:]
+    relays = [peer_id for peer_id in relays if peer_id != LEADER]
+    others = [PeerID(b"\x12\x20" + bytes([9, n % 250, n // 250] + [1] * 29)) for n in range(num_others)]
+    parents = relay.parents_of(LEADER, relays, others)
+    assert parents.keys() == {*relays, *others}
+    assert {*parents.values()} <= {LEADER, *relays}
+    most = max(collections.Counter(parents.values()).values())
+    assert most <= max(relay.FANOUT, math.ceil(len(parents) / (1 + len(relays))))
+    for member in parents:
+        steps = 0
+        while member != LEADER:
+            member, steps = parents[member], steps + 1
+        assert steps <= 5

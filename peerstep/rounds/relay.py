@@ -1,0 +1,105 @@
+"""Lists of large groups: a leader sends its list to a few members, which pass it on.
+
+To all of 128 members a leader would send 11 MB: six seconds of a home uplink, in which they look for other leaders. To
+the others it names the digest of the list, and two members to get it from. So nobody is believed but the leader, as
+with a list of its own, see KnownPeers.check_list. The ways through the two members differ: one that is silent delays
+those behind it by RELAY_SECONDS.
+"""
+
+import asyncio
+import hashlib
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+
+from hivemind.p2p import PeerID
+from hivemind.proto import averaging_pb2
+
+MAX_DIRECT = 32  # members up to which a leader sends its list to all: 0.7 MB
+FANOUT = 4  # members to which a member of a larger group passes the list on, if enough of them are public
+RELAY_SECONDS = 6.0  # for which a member waits for another one that is to pass the list on
+HOLD_SECONDS = 15.0  # for which a member that has no list yet lets others wait for it
+HOLD_POLL_SECONDS = 0.05
+DIGEST_BYTES = 32
+MAX_LISTS = 4  # newest lists that a member passes on
+
+
+def build_list(entries: Mapping[PeerID, bytes]) -> averaging_pb2.MessageFromLeader:
+    """Return the message with the signed claims of a group's members."""
+    return averaging_pb2.MessageFromLeader(
+        code=averaging_pb2.BEGIN_ALLREDUCE,
+        ordered_peer_ids=[member.to_bytes() for member in entries],
+        gathered=entries.values(),
+    )
+
+
+def digest_of(message: averaging_pb2.MessageFromLeader) -> bytes:
+    return hashlib.sha256(message.SerializeToString(deterministic=True)).digest()
+
+
+def parents_of(leader: PeerID, relays: Sequence[PeerID], others: Sequence[PeerID]) -> dict[PeerID, PeerID]:
+    """Return from whom each member receives the list: a tree, with the leader at the top and the others as leaves."""
+    above, below = [leader, *relays], [*relays, *others]
+    fanout = max(FANOUT, math.ceil(len(below) / len(above)))
+    return {member: above[index // fanout] for index, member in enumerate(below)}
+
+
+class Relay:
+    """The newest lists, of this peer and of others, for those that ask for them."""
+
+    def __init__(self):
+        self._lists: OrderedDict[bytes, averaging_pb2.MessageFromLeader] = OrderedDict()  # by digest
+        self._waiting: set[PeerID] = set()
+
+    def keep(self, message: averaging_pb2.MessageFromLeader) -> bytes:
+        """Pass a list on from now on; return its digest."""
+        digest = digest_of(message)
+        self._lists[digest] = message
+        if len(self._lists) > MAX_LISTS:
+            self._lists.popitem(last=False)
+        return digest
+
+    def plan(
+        self,
+        leader: PeerID,
+        listed: averaging_pb2.MessageFromLeader,
+        relays: Sequence[PeerID],
+        others: Sequence[PeerID],
+    ) -> dict[PeerID, averaging_pb2.MessageFromLeader]:
+        """Return what the leader tells each member: the list, or who has it.
+
+        :param relays: members that can be called, those on fast lines first: they are to be near the leader
+        """
+        members = [*relays, *others]
+        if len(members) <= MAX_DIRECT:
+            return dict.fromkeys(members, listed)
+        digest = self.keep(listed)
+        middle = len(relays) // 2
+        turned = [*relays[:middle][::-1], *relays[middle:][::-1]]
+        trees = [parents_of(leader, relays, others), parents_of(leader, turned, others[::-1])]
+        told = {}
+        for member in members:
+            parents = [tree[member].to_bytes() for tree in trees]
+            told[member] = averaging_pb2.MessageFromLeader(
+                code=averaging_pb2.BEGIN_ALLREDUCE, group_id=digest, ordered_peer_ids=parents
+            )
+            if leader.to_bytes() in parents:
+                told[member] = listed
+        return told
+
+    async def answer(self, digest: bytes, peer_id: PeerID) -> averaging_pb2.MessageFromLeader:
+        """Return the list with a digest once this peer has it; a refusal if that takes too long.
+
+        A peer waits for one list at a time.
+        """
+        until = time.monotonic() + HOLD_SECONDS
+        if peer_id not in self._waiting:
+            self._waiting.add(peer_id)
+            try:
+                while digest not in self._lists and time.monotonic() < until:
+                    await asyncio.sleep(HOLD_POLL_SECONDS)
+            finally:
+                self._waiting.discard(peer_id)
+        refusal = averaging_pb2.MessageFromLeader(code=averaging_pb2.GROUP_DISBANDED)
+        return self._lists.get(digest, refusal)
