@@ -32,16 +32,19 @@ from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 PROGRESS = "training_progress"  # ending of the key of the progress reports
-NUM_BUCKETS = 16  # keys that share them
+NUM_BUCKETS = 64  # keys that share them: of 512 trainers, each has 8
 NUM_ASKED = 10  # nodes near a key that a read asks: more than store it, because the tables of two nodes may differ
 NUM_REPLICAS, MEMBER_REPLICAS = 3, 2  # nodes and members of the last rounds near a key that store a record
 NUM_MET = 4  # unknown nodes in an answer that are called: a stranger may name any number that do not exist
+FEW_MEMBERS = 32  # of the last rounds, up to which a read asks all of them, see RunNode
+FEW_PUBLIC = 16  # of them, up to which each read asks the initial peers, too
+RENEWED_SECONDS = 10.0  # seconds in which each live trainer has renewed its report: two heartbeats
 PATIENCE = 1.0  # seconds that a read waits after half of the nodes have answered, and twice as long as these took
 SKIP_SECONDS = 300.0  # for which reads do not wait for a node that was late: it costs them 0.3 % of the time
 MAX_ANSWER_BYTES = 3.5 * 2**20  # of several keys; a message has at most 4 MiB
 START_SECONDS = 4.0  # a daemon that starts looks for its public address after 0.25, 0.75, 1.75 and 3.75 s
 MAX_NAMES = 40  # nodes that an answer names for a key; a node names 20
-MAX_KEYS = 64  # of a request, each once: 4 MiB of the same key would be answered 190,000 times; peers ask for 4
+MAX_KEYS = NUM_BUCKETS  # of a request, each once: 4 MiB of the same key would be answered 190,000 times
 WITHOUT_CACHES = {"cache_locally": False, "cache_nearest": 0, "cache_on_store": False}  # of DHTNode.create
 WITHOUT_RELAYS = Path(__file__).with_name("without_relays.json")
 
@@ -201,7 +204,9 @@ class DHTProtocol(dht_protocol.DHTProtocol):
         if len(request.keys) > min(MAX_KEYS, len(set(request.keys))):
             raise ValueError("too many keys, or repeated ones")
         response, num_bytes = await super().rpc_find(request, context), 0
-        for result in response.results:
+        for number, result in enumerate(response.results):
+            if number > 0:  # 20 names for each key were as much as the reports of 64 trainers
+                del result.nearest_node_ids[:], result.nearest_peer_ids[:]
             if num_bytes and num_bytes + len(result.value) > MAX_ANSWER_BYTES:
                 node_id, peer_id = self.node_id.to_bytes(), self.p2p.peer_id.to_bytes()  # pyright: ignore[reportOptionalMemberAccess]
                 # The mark of what is left out, which a node never answers otherwise:
@@ -262,17 +267,28 @@ class RunNode(dht_node.DHTNode):
     last rounds. A read asks the initial peers, all of these members and more of the nearest nodes, and merges the
     signed records: a node that hides records, or takes none, hides nothing. One that answers late delays a read in
     SKIP_SECONDS; its answers count in the next one.
+
+    In a large run the copies would be too much: 512 trainers received 3.6 MB in each read, and the initial peer sent
+    78 Mbit/s. There a read asks one member for each key, and the others only if it shows that somebody of the last
+    read is missing, or has not renewed its report: a member can hide newcomers alone, from those that ask it first.
+    Of the initial peers few keys are read.
     """
 
     p2p: P2P
     initial_peers: set[PeerID]
     members: Collection[PeerID] = ()  # of the last rounds
     late_until: dict[PeerID, float]
+    # Of the last read of reports in a large run: key -> subkey -> expiration; of them, what was new; and the time
+    found: dict[DHTID, dict[bytes, float]]
+    news: dict[DHTID, dict[bytes, float]]
+    read_at: float = -math.inf  # `time.monotonic`
 
     @classmethod
     async def create(cls, *args, initial_peers: Sequence[Multiaddr | str] | None = None, **kwargs) -> "RunNode":
         node: Any = await super().create(*args, initial_peers=initial_peers, **kwargs)
         node.initial_peers = {PeerID.from_base58(Multiaddr(maddr)["p2p"]) for maddr in initial_peers or ()}
+        node.found = dict[DHTID, dict[bytes, float]]()
+        node.news = dict[DHTID, dict[bytes, float]]()
         node.late_until = dict[PeerID, float]()  # nodes that reads do not wait for, and until when (`time.monotonic`)
         node.num_replicas = math.inf  # nodes that have stored a record, after which hivemind leaves out the others
         return node
@@ -290,8 +306,7 @@ class RunNode(dht_node.DHTNode):
         if found_callback is None:
             return await super().find_nearest_nodes(queries, *args, **kwargs)
         for key in queries:
-            members = sorted(self.members, key=lambda peer_id: key.xor_distance(node_id_of(peer_id)))
-            places = {*self.initial_peers, *members[:MEMBER_REPLICAS], *self._nearest(key, NUM_REPLICAS)}
+            places = {*self.initial_peers, *self._places(key), *self._nearest(key, NUM_REPLICAS)}
             nodes = {node_id_of(peer_id): peer_id for peer_id in places - {self.peer_id}}
             kwargs["node_to_peer_id"].update(nodes)
             await found_callback(key, list(nodes), set())
@@ -302,13 +317,66 @@ class RunNode(dht_node.DHTNode):
         return [peer_id for _, peer_id in near]
 
     async def get_many_by_id(self, key_ids: Collection[DHTID], *_args, **_kwargs) -> dict:
-        protocol, searches, asked = self.protocol, {}, defaultdict(list)
+        searches = {}
         for key in key_ids:
             # An expiration is at least NaN at no time: whatever a node claims, its answer does not end the search.
             searches[key] = search = dht_node._SearchState(key, math.nan, DictionaryDHTValue(), 0.0)
-            search.record_validator = protocol.record_validator
-            search.add_candidate(protocol.storage.get(key), None)
-            for peer_id in {*self.initial_peers, *self.members, *self._nearest(key, NUM_ASKED)} - {self.peer_id}:
+            search.record_validator = self.protocol.record_validator
+            search.add_candidate(self.protocol.storage.get(key), None)
+        incomplete = list(key_ids)
+        if is_large := len(key_ids) == NUM_BUCKETS and len(self.members) > FEW_MEMBERS:
+            await self._ask(
+                searches, {key: random.sample(self._members_near(key, MEMBER_REPLICAS), 1) for key in key_ids}
+            )
+            incomplete = [key for key in key_ids if self._lacks_news(key, searches[key].binary_value)]
+        await self._ask(searches, {key: self._sources(key) for key in incomplete})
+        if is_large:
+            self._note_news(searches)
+        for search in searches.values():
+            search.finish_search()
+        return {key: search.future.result() for key, search in searches.items()}
+
+    def _places(self, key: DHTID) -> list[PeerID]:
+        """Return the members that store the records under a key."""
+        return self._members_near(key, MEMBER_REPLICAS)
+
+    def _members_near(self, key: DHTID, number: int) -> list[PeerID]:
+        return sorted(self.members, key=lambda peer_id: key.xor_distance(node_id_of(peer_id)))[:number]
+
+    def _sources(self, key: DHTID) -> set[PeerID]:
+        """Return the nodes that a read asks for all records under a key."""
+        sources = {*self._members_near(key, FEW_MEMBERS), *self._nearest(key, NUM_ASKED)}
+        if random.random() < (FEW_PUBLIC / max(1, len(self.members))) ** 2:
+            sources |= self.initial_peers
+        return sources
+
+    def _lacks_news(self, key: DHTID, found: DictionaryDHTValue) -> bool:
+        """Whether an answer lacks a record that was new in the last read, or has no newer one of its author by now."""
+        if key not in self.news:
+            return True
+        are_renewed = time.monotonic() >= self.read_at + RENEWED_SECONDS
+        for subkey, expiration in self.news[key].items():
+            record = found.get(subkey)
+            if record is None or record.expiration_time < expiration:
+                return True
+            if are_renewed and record.expiration_time == expiration:
+                return True
+        return False
+
+    def _note_news(self, searches: dict[DHTID, Any]) -> None:
+        """Remember which records are new since the last read: their authors are there, and renew them."""
+        for key, search in searches.items():
+            found = {subkey: record.expiration_time for subkey, record in search.binary_value.items()}
+            before = self.found.get(key, {})
+            self.news[key] = {subkey: end for subkey, end in found.items() if end > before.get(subkey, 0.0)}
+            self.found[key] = found
+        self.read_at = time.monotonic()
+
+    async def _ask(self, searches: dict[DHTID, Any], sources: dict[DHTID, Collection[PeerID]]) -> None:
+        """Ask nodes for keys, each for all of its keys at once, and add what most of them answer to the searches."""
+        protocol, asked = self.protocol, defaultdict(list)
+        for key, peer_ids in sources.items():
+            for peer_id in {*peer_ids} - {self.peer_id}:
                 asked[peer_id].append(key)
 
         async def ask(peer_id: PeerID, keys: list[DHTID]) -> None:
@@ -319,10 +387,8 @@ class RunNode(dht_node.DHTNode):
                     for subkey, record in value.value.items():  # pyright: ignore[reportAttributeAccessIssue]
                         protocol.storage.store_subkey(key, subkey, *record)
 
-        await self._wait_for_most({asyncio.create_task(ask(*each)): each[0] for each in asked.items()})
-        for search in searches.values():
-            search.finish_search()
-        return {key: search.future.result() for key, search in searches.items()}
+        if asked:
+            await self._wait_for_most({asyncio.create_task(ask(*each)): each[0] for each in asked.items()})
 
     async def _wait_for_most(self, calls: dict[asyncio.Task, PeerID]) -> None:
         """Wait for half of the nodes that are not known as late, and for the others as long as PATIENCE says.

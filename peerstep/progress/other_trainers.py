@@ -20,7 +20,7 @@ IGNORE_SECONDS = 600.0  # for which a peer is ignored after a violation
 # Seconds for which a peer is ignored that this peer does not reach: at first, and at most after doubling each time
 SILENCE_SECONDS, MAX_SILENCE_SECONDS = 30.0, 120.0
 MAX_FRUITLESS = 2  # consecutive rounds without a peer after which this peer does not rely on it
-MAX_MEMBERS = 32  # of the last rounds, which each read asks
+MIN_MEMBERS = 32  # of the last rounds, which store and answer reports; in large runs half as many as trainers
 WARN_SECONDS = 600.0  # between two warnings about the same peer
 
 
@@ -87,7 +87,9 @@ class OtherTrainers:
         clients = {progress.peer_id for progress in self.reports.values() if progress.client_mode}
         newest = [peer_id.to_bytes() for peer_id in members]
         known = [member for member in self.members if member not in newest] + newest
-        self.members = [member for member in known if member not in clients][-MAX_MEMBERS:]
+        self.members = [member for member in known if member not in clients][
+            -max(MIN_MEMBERS, len(self.reports) // 2) :
+        ]
         for peer_id in newest:
             self._violators.pop(peer_id, None)
             self._silent.pop(peer_id, None)

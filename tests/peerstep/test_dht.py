@@ -1,7 +1,10 @@
 """The DHT of a run beside nodes that lie about themselves, about others and about records."""
 
 import asyncio
+import copy
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 from hivemind.dht.routing import DHTID
@@ -11,7 +14,7 @@ from hivemind.proto import dht_pb2
 
 from peerstep.peer import node as own_node
 from peerstep.peer.clock import run_time
-from peerstep.peer.node import node_id_of
+from peerstep.peer.node import bucket_of, node_id_of
 from tests.support.dht_nodes import KEY, Nodes, invent_peers, make_hostile, report, report_keys
 
 
@@ -163,22 +166,70 @@ async def test_answers_larger_than_a_message_are_read_in_parts(monkeypatch):
 
 @pytest.mark.parametrize("has_members", [False, True])
 async def test_many_keys_hide_nothing_from_members_of_the_same_rounds(has_members):
-    """The initial peer has left, and 160 keys were tried until ten are nearer to each key than all others."""
+    """The initial peer has left. Many IDs were tried, until ten are nearer to each key with reports than others."""
     async with Nodes(is_local=True) as nodes:
         for _ in range(5):
             await nodes.add()
         await nodes.publish(step=1, lifetime=0.1)
         await nodes.read_all()
         hostile = make_hostile(nobody)
-        for key in report_keys():
-            for _, peer_id in invent_peers(key, 10):
-                await nodes.add(hostile, peer_id)
+        attacked = [report_keys()[bucket_of(subkey)] for _, subkey in nodes.honest]
+        for peer_id in {peer_id for key in attacked for _, peer_id in invent_peers(key, 10)}:
+            await nodes.add(hostile, peer_id)
         await nodes.honest.pop(0)[0].shutdown()
         for node, _ in nodes.honest:
             node.members = [other.peer_id for other, _ in nodes.honest if has_members]
         await nodes.publish(step=2)
         found = await nodes.read_all()
         assert (found == [[2] * 4] * 4) == has_members
+
+
+@pytest.fixture
+def few_are_many(monkeypatch) -> None:
+    """Let twelve trainers be a large run."""
+    monkeypatch.setattr(own_node, "FEW_MEMBERS", 6)
+    monkeypatch.setattr(own_node, "FEW_PUBLIC", 1)
+
+
+@asynccontextmanager
+async def large_run() -> AsyncIterator[Nodes]:
+    """Twelve nodes which all know the members of the last rounds, and have read the reports twice."""
+    async with Nodes(is_local=True) as nodes:
+        for _ in range(12):
+            await nodes.add()
+        for node, _ in nodes.honest:
+            node.members = [other.peer_id for other, _ in nodes.honest]
+        for step in (1, 2):
+            await nodes.publish(step, lifetime=60.0 + step)
+            await nodes.read_all()
+        yield nodes
+
+
+@pytest.mark.usefixtures("few_are_many")
+async def test_a_read_in_a_large_run_asks_one_member_for_each_key():
+    async with large_run() as nodes:
+        await nodes.publish(step=3, lifetime=63.0)
+        nodes.messages = 0
+        assert await nodes.read_all() == [[3] * 12] * 12
+        of_all_reads, first_time = nodes.messages, nodes.honest[-1][0]
+        first_time.news.clear()
+        nodes.messages = 0
+        await nodes.read(first_time)
+        assert of_all_reads < 12 * nodes.messages
+
+
+@pytest.mark.usefixtures("few_are_many")
+@pytest.mark.parametrize("lie", ["nothing", "old records"])
+async def test_a_member_of_a_large_run_hides_nobody_of_the_last_read(monkeypatch, lie):
+    """Who asks it first asks others, too: somebody is missing there, or has not renewed a report."""
+    monkeypatch.setattr(own_node, "RENEWED_SECONDS", 0.0)
+    async with large_run() as nodes:
+        liar = nodes.honest[5][0].protocol
+        before = {key: copy.deepcopy(liar.storage.get(key)) for key in report_keys()} if lie == "old records" else {}
+        await nodes.publish(step=3, lifetime=63.0)
+        monkeypatch.setattr(liar.storage, "get", before.get)
+        honest = [node for node, _ in nodes.honest if node.protocol is not liar]
+        assert await asyncio.gather(*map(nodes.read, honest)) == [[3] * 12] * 11
 
 
 async def test_nodes_of_a_large_run_find_each_other():
