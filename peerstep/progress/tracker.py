@@ -29,6 +29,7 @@ logger = get_logger(__name__)
 
 REPORT_FRACTION = 0.25  # seconds between two reports of samples, as a fraction of the time to the step
 MIN_RATE_UPDATES = 2  # local steps after which a peer's rate is known: the first is too fast, its batch was ready
+FEW_TRAINERS = 32  # up to which reads may follow each other closely
 ROUND_END_SECONDS = 2.0  # between two reads while other trainers are still in the round that this peer has left
 # After a step, for which a trainer that is ahead of most others waits for them: seconds, and times of its last step
 HOLD_SECONDS, HOLD_STEPS = 120.0, 4.0
@@ -195,9 +196,15 @@ class ProgressTracker(threading.Thread):
     # The other peers' progress
 
     def refresh_in(self, seconds: float) -> None:
-        """Schedule a read of the other peers' progress in `seconds`, unless an earlier one is scheduled."""
+        """Schedule a read of the other peers' progress in `seconds`, unless an earlier one is scheduled.
+
+        In a large run the reads of who waits for a round, each of all reports, would be most of the traffic.
+        """
         with self._lock:
-            self.next_read_at = min(self.next_read_at, time.monotonic() + seconds)
+            earliest = self.others.begun_at + SECONDS_PER_PEER / 2 * max(0, len(self.others.reports) - FEW_TRAINERS)
+            if self._is_outdated:
+                earliest = -math.inf
+            self.next_read_at = min(self.next_read_at, max(earliest, time.monotonic() + seconds))
         self._wake.set()
 
     def refresh(self, timeout: float = READ_TIMEOUT) -> bool:
@@ -292,7 +299,8 @@ class ProgressTracker(threading.Thread):
         # The first rates of a new peer are unreliable: read again after 0.5, 1, 2, 4 ... seconds.
         period = min(period, view.now - self.others.newcomer_at)
         shortest = max(options.min_refresh_period, SECONDS_PER_PEER * number)
-        return min(max(period, shortest), options.max_refresh_period)
+        # A read of 512 reports takes 1 MB.
+        return min(max(period, shortest), max(options.max_refresh_period, SECONDS_PER_PEER / 2 * number))
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Stop the thread and announce that this peer leaves."""

@@ -176,6 +176,11 @@ class View:
         others = self.contributing
         return sum(progress.completed >= step for progress in others) * 2 > len(others)
 
+    @property
+    def doubt(self) -> float:
+        """Seconds by which a step may be due earlier than estimated: more where reads are rare, as in large runs."""
+        return max(0.0, self.now - self.read_at - HEARTBEAT_SECONDS) / 5
+
     def num_expected(self, step: int) -> int:
         """Count the trainers of this peer's side that have not completed a step."""
         return sum(step - 2 <= p.epoch and p.completed < step for p in self.side)
@@ -188,7 +193,7 @@ class View:
         peer do not count here while they do not at the others: it would look for their group long before them.
         """
         step, now, own = self.next_step, self.now, self.own
-        reach = max(HEARTBEAT_SECONDS, SECONDS_PER_PEER * (1 + len(self.others)))
+        reach = max(HEARTBEAT_SECONDS, 1.5 * SECONDS_PER_PEER * (1 + len(self.others)))
         reported, estimated, rates, stuck = {}, {}, {}, set()
         own_counts = self._counts(own) or not self.contributing
         for progress in [*self.contributing, own] if own_counts else self.contributing:

@@ -79,7 +79,7 @@ class RoundCoordinator:
             self.call_off()
         if self.control is not None or self.stopped.is_set():
             return
-        is_soon = view.seconds_to_step <= self.options.matchmaking_time
+        is_soon = view.seconds_to_step <= self.options.matchmaking_time + view.doubt
         if self.options.batch_size_lead and not is_soon:
             is_soon = view.estimate[0] >= view.target_batch_size - self.options.batch_size_lead
         if 0 <= self.rounds.requested_step - step <= 1:  # another peer already searches for the group

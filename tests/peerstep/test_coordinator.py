@@ -48,6 +48,7 @@ class World:
         self.requested_step = -1
         self.others, self.num_done, self.next_step, self.seconds_to_step, self.num_looks = 2, 0, 5, 0.0, 0
         self.side_to_join = self.outranking = None
+        self.doubt = 0.0
         self.membership = Membership()
 
     @property
@@ -210,7 +211,11 @@ def test_matchmaking_begins_ahead_of_the_step(coordinator, world):
     world.seconds_to_step = 6.0
     coordinator.look_ahead(world)
     assert not world.controls, "too early"
-    world.seconds_to_step = 4.0
+    world.doubt = 2.0
+    coordinator.look_ahead(world)
+    assert world.controls.pop(), "the last read is long ago"
+    coordinator.call_off()
+    world.seconds_to_step, world.doubt = 4.0, 0.0
     coordinator.look_ahead(world)
     coordinator.look_ahead(world)
     assert world.control.step == 5 and not coordinator.has_group(5)

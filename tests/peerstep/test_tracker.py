@@ -1,6 +1,7 @@
 """Tests of ProgressTracker: how a peer uses the progress reports of other peers. No DHT, no processes."""
 
 import functools
+import math
 import random
 import sys
 import time
@@ -158,12 +159,41 @@ def test_observers_count_the_trainers_that_average_with_each_other():
 def test_members_of_the_last_rounds_are_asked_in_each_read(monkeypatch):
     """Those in client mode cannot be called."""
     tracker, asked = see(make_tracker(), record(1), {**record(2), "client_mode": True}), []
-    monkeypatch.setattr(others_module, "MAX_MEMBERS", 2)
+    monkeypatch.setattr(others_module, "MIN_MEMBERS", 2)
     monkeypatch.setattr(tracker.dht, "get", lambda _key, **options: asked.append(options["members"]))
     for members in ([], [1, 2], [3], [1], [4]):
         tracker.record_round([signer_of(subkey(number)) for number in members], (), ())
         tracker.begin_read()
     assert asked == [[], [peer_id(1)], [peer_id(1), peer_id(3)], [peer_id(3), peer_id(1)], [peer_id(1), peer_id(4)]]
+
+
+@pytest.mark.parametrize(("number", "seconds"), [(16, 0.0), (132, 10.0)])
+def test_waiting_trainers_of_a_large_run_read_rarely(clock, number, seconds):
+    """With 256 trainers who waited for a round, each read all reports 7 times a minute."""
+    tracker = see(make_tracker(), *(record(peer) for peer in range(1, 1 + number)))
+    tracker.next_read_at = math.inf
+    clock.now += 1.0
+    tracker.refresh_in(0.0)
+    assert tracker.next_read_at == pytest.approx(clock.now + max(0.0, seconds - 1.0), abs=0.01)
+    clock.now += 2.0
+    tracker.report_position(1, 0)  # the reports may be of before this step
+    assert tracker.next_read_at <= clock.now + tracker.options.min_refresh_period
+
+
+def test_samples_are_extrapolated_until_the_next_read_of_a_large_run(clock):
+    """Reads of 128 trainers are 26 s apart, and a report is up to 5 s old when it is read."""
+    tracker = see(make_tracker(10_000), *(record(peer, rate=1.0) for peer in range(1, 129)))
+    clock.now += 20.0
+    before = tracker.view().seconds_to_step
+    clock.now += 14.0
+    assert tracker.view().seconds_to_step == pytest.approx(before - 14.0, abs=0.1)
+
+
+def test_estimates_are_doubted_where_reads_are_rare(clock):
+    tracker = see(make_tracker(), record(1))
+    assert tracker.view().doubt == 0.0
+    clock.now += 30.0
+    assert tracker.view().doubt == pytest.approx(5.0)
 
 
 def test_banned_and_ignored_peers_do_not_count():
