@@ -138,7 +138,8 @@ class LeapingClock:
         return EPOCH + self.now
 
     def install(self, patches: pytest.MonkeyPatch) -> None:
-        replace_modules(patches, {"time": _Module(time, monotonic=self.monotonic, time=self.time)})
+        names = {"monotonic": self.monotonic, "perf_counter": self.monotonic, "time": self.time}
+        replace_modules(patches, {"time": _Module(time, **names)})
         policy = _LeapingPolicy(self)
         policy.set_event_loop(None)  # none but that of `asyncio.run`
         patches.setattr(asyncio.events, "_event_loop_policy", policy)
