@@ -325,7 +325,7 @@ class StepMatchmaking(Matchmaking):
             self.requests.relay.keep(message)
             return message
         request = averaging_pb2.JoinRequest(schema_hash=self.schema_hash, gather=digest, group_key=step)
-        for parent in (*message.ordered_peer_ids[:2], leader.to_bytes()):
+        for parent in (*2 * message.ordered_peer_ids[:2], leader.to_bytes()):
             with suppress(Exception):  # whatever it answers, the next one is asked
                 stub = self._servicer_type.get_stub(self._p2p, PeerID(parent), namespace=self._prefix)
                 async with asyncio.timeout(RELAY_SECONDS), aclosing(await stub.rpc_join_group(request)) as stream:
