@@ -103,7 +103,7 @@ class Texts:
         self._weights = None if base else self._train_base(torch.cat(others))
 
     def _train_base(self, samples: torch.Tensor) -> dict[str, torch.Tensor]:
-        model, generator = self._build_tiny(), torch.Generator().manual_seed(0)
+        model, generator = self.build_tiny(), torch.Generator().manual_seed(0)
         optimizer = torch.optim.AdamW(model.parameters(), lr=BASE_RATE)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, BASE_STEPS)
         for _ in range(BASE_STEPS):
@@ -115,15 +115,15 @@ class Texts:
             schedule.step()
         return model.state_dict()
 
-    def _build_tiny(self) -> torch.nn.Module:
-        torch.manual_seed(0)
+    def build_tiny(self, seed: int = 0) -> torch.nn.Module:
+        torch.manual_seed(seed)
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
         return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB_SIZE, max_position_embeddings=LENGTH, **sizes))
 
     def build_model(self, seed: int) -> torch.nn.Module:
         torch.manual_seed(seed)
         if self._weights is not None:
-            model = self._build_tiny()
+            model = self.build_tiny()
             model.load_state_dict(self._weights)
             return model
         model = AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.bfloat16)
