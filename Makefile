@@ -18,6 +18,7 @@ install-organiser: .venv/installed-organiser  ## Also install what dashboards, t
 demo: .venv/installed-organiser  ## Train a small model with two trainers on this machine, in about two minutes
 	@.venv/bin/python run_local_demo.py $(ARGS)
 
+# Without test_layout.py, which `make lint` runs
 test: .venv/installed-dev  ## Run the tests: fast ones, swarms in one process, and README's journeys
 	$(PYTEST) -n 4 -m "not long and not gpu and not browser" --ignore tests/common/test_layout.py $(ARGS)
 

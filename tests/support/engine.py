@@ -76,7 +76,7 @@ class Hyperparameters:
 
     def build_optimizer(self, groups: list[dict]) -> torch.optim.Optimizer:
         betas, lamb = (self.adam_beta1, self.adam_beta2), partial(Lamb, clamp_value=self.clamp_value, debias=False)
-        build = lamb if self.optimizer == "lamb" else torch.optim.AdamW
+        build = lamb if self.optimizer == "lamb" else partial(torch.optim.AdamW, fused=True)  # as the scripts do
         return build(groups, lr=self.learning_rate, betas=betas, eps=self.adam_epsilon, weight_decay=self.weight_decay)
 
     def build_scheduler(self, optimizer: torch.optim.Optimizer) -> LambdaLR:
