@@ -51,7 +51,7 @@ lint: .venv/installed-dev  ## Check style, format, imports, and the types of the
 	.venv/bin/basedpyright
 	@# Tests access 32 private names of others, most of them those of hivemind that the simulations replace.
 	.venv/bin/ruff check --isolated --select SLF --output-format concise tests | tail -n 1 | awk '{ print; exit $$2 > 40 }'
-	@# Of the rest, no more errors than the 268 that there are, and a few for other versions of packages; lower the number.
+	@# Of the rest, no more errors than the 271 that there are, and a few for other versions of packages; lower the number.
 	.venv/bin/basedpyright --level error cotrain *.py | tail -n 1 | awk '{ print; exit $$1 > 272 }'
 	.venv/bin/python -m pytest -q -p no:xdist tests/common/test_layout.py
 

@@ -30,7 +30,7 @@ from hivemind.utils.crypto import RSAPrivateKey
 from peerstep.rounds.claims import PROOF_BYTES, called_silent, deal, parse_claims, rank
 from peerstep.rounds.conduct import Conduct
 from peerstep.rounds.known_peers import KnownPeers, parse_list, read_peer_id
-from peerstep.rounds.relay import RELAY_SECONDS, build_list, digest_of
+from peerstep.rounds.relay import RELAY_SECONDS, RELAY_SECONDS_PER_PEER, build_list, digest_of
 from peerstep.rounds.requests import JoinRequests, Request
 
 logger = get_logger(__name__)
@@ -327,10 +327,11 @@ class StepMatchmaking(Matchmaking):
             self.requests.relay.keep(message)
             return message
         request = averaging_pb2.JoinRequest(schema_hash=self.schema_hash, gather=digest, group_key=step)
-        for parent in (*2 * message.ordered_peer_ids[:2], leader.to_bytes()):
+        seconds = RELAY_SECONDS + RELAY_SECONDS_PER_PEER * len(self.roster)
+        for parent in (*message.ordered_peer_ids[:2], leader.to_bytes()):
             with suppress(Exception):  # whatever it answers, the next one is asked
                 stub = self._servicer_type.get_stub(self._p2p, PeerID(parent), namespace=self._prefix)
-                async with asyncio.timeout(RELAY_SECONDS), aclosing(await stub.rpc_join_group(request)) as stream:
+                async with asyncio.timeout(seconds), aclosing(await stub.rpc_join_group(request)) as stream:
                     listed = await anext(stream)
                 if digest_of(listed) == digest:
                     self.requests.relay.keep(listed)
