@@ -138,7 +138,7 @@ class CheckpointKeeper:
             self.on_saved(state.step)
         except Exception as error:
             self.backoff.fail(first_line(error))
-            logger.warning(f"Could not save step #{min_step} or later. {error}; trying again later")
+            logger.warning(f"Could not save step #{min_step} or later. {first_line(error)}; trying again later")
 
     @property
     def is_running(self) -> bool:

@@ -60,6 +60,15 @@ def load_training_state(path: Path, run_id: str) -> SavedState:
     return SavedState(run_id, content["metadata"], content["tensors"], content.get("unsent"))
 
 
+def _save(content: dict, path: Path) -> None:
+    """Save with PyTorch, whose own error on a full disk says "unexpected pos": raise that of the system instead."""
+    try:
+        with open(path, "wb") as file:
+            torch.save(content, file)
+    except RuntimeError as error:
+        raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+
+
 def write_model(folder: Path, task: Task, model: torch.nn.Module) -> None:
     """Write the files of a checkpoint by which a model is used, into an existing folder."""
     task.save_pretrained(model, folder)
@@ -77,7 +86,7 @@ def save_checkpoint(folder: Path, task: Task, model: torch.nn.Module, state: Sav
         content = {"format": _FORMAT, "run_id": state.run_id, "metadata": state.metadata, "tensors": state.tensors}
         if state.unsent is not None:  # in bfloat16, since rounds send 4 bits
             content["unsent"] = [tensor.to("cpu", torch.bfloat16) for tensor in state.unsent]
-        torch.save(content, temporary / STATE_FILE)
+        _save(content, temporary / STATE_FILE)
         description = {"run_id": state.run_id, "step": state.step, **info}
         (temporary / "collaboration.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
     return path

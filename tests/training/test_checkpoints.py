@@ -50,6 +50,14 @@ def names(folder: Path, pattern: str = "*") -> list[str]:
     return sorted(path.name for path in folder.glob(pattern))
 
 
+def test_full_disk_is_named(tmp_path, monkeypatch):
+    """The monitor's warning was "[enforce fail at inline_container.cc:672] . unexpected pos 1216832 vs 1216720"."""
+    monkeypatch.setattr(checkpoints, "STATE_FILE", "/dev/full")
+    with pytest.raises(OSError, match="No space left on device"):
+        save(tmp_path, 7)
+    assert names(tmp_path) == []
+
+
 def test_checkpoint_opens_again(tmp_path):
     path = save(tmp_path, 7)
     assert AlbertForPreTraining.from_pretrained(path).config.vocab_size == 1000
