@@ -339,6 +339,8 @@ class _Transfer:
             raise TransientError(place + (getattr(cause, "strerror", None) or type(cause).__name__)) from None
         except requests.RequestException as error:
             what = f"{self.address} cannot be requested ({type(error).__name__}); check the address"
+            if str(error).startswith("Missing dependencies for SOCKS"):
+                what = "the proxy in ALL_PROXY is of SOCKS: run pip install PySocks 'httpx[socks]', or unset ALL_PROXY"
             raise UserError(f"--dataset_url: {what}") from None
 
     def _write(self, body: urllib3.BaseHTTPResponse, start: int) -> None:

@@ -24,9 +24,11 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pytest
+import requests
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
@@ -495,6 +497,14 @@ def test_a_certificate_that_is_not_trusted_is_named(args, host, tmp_path_factory
     for adopted in (NOTHING, chosen_by_the_run("127.0.0.1")):
         fetch_data(args, adopted)
         shutil.rmtree(Path(args.dataset_path).parent)
+
+
+def test_a_proxy_that_needs_a_package_is_named(args, host, monkeypatch):
+    """The address of the data was accused: "cannot be requested (InvalidSchema); check the address"."""
+    missing = requests.exceptions.InvalidSchema("Missing dependencies for SOCKS support.")
+    monkeypatch.setattr(requests.Session, "send", Mock(side_effect=missing))
+    message = fail(args, leftovers=set())
+    assert "ALL_PROXY" in message and "PySocks" in message and args.dataset_url not in message
 
 
 @pytest.mark.parametrize(
