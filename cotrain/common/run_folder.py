@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from cotrain.common.errors import UserError
 from cotrain.common.json_file import write_json
+from cotrain.common.stand_ins import find_stand_in
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ def _find_fault(folder: Path) -> str | None:
     except OSError as error:
         return f"'{path}' cannot be read ({error.strerror or error})"
     except (ValueError, SafetensorError):
-        return f"'{path}' is damaged or incomplete"
+        return f"'{path}' is {': '.join(find_stand_in(path) or ('damaged or incomplete',))}"
     return None
 
 

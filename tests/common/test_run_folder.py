@@ -119,6 +119,7 @@ MODEL = {"config.json": b"{}", "tokenizer_config.json": b"{}", "model.safetensor
     [
         ("model.safetensors", b"", "model.safetensors' is damaged or incomplete"),
         ("model.safetensors", b"\2" + bytes(6), "model.safetensors' is damaged or incomplete"),
+        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\noid", "a pointer of Git LFS: run git lfs"),
         ("config.json", b"", "config.json' is damaged or incomplete"),
         ("tokenizer_config.json", b"{", "tokenizer_config.json' is damaged or incomplete"),
         ("config.json", None, "there is no complete checkpoint in "),
