@@ -213,6 +213,9 @@ def test_base_that_lacks_weights_is_not_packed(tmp_path, kind):
     name = lacking.name if kind == "parts" else "model.safetensors"
     with pytest.raises(UserError, match=f"--base: there is no model .*: it lacks {name}$"):
         TokenizationArguments(**flags)
+    (tmp_path / "adapter_config.json").touch()
+    with pytest.raises(UserError, match="it has adapters; merge them with ./export_model.py"):
+        TokenizationArguments(**flags)
 
 
 @pytest.mark.parametrize(
