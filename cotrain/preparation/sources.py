@@ -122,9 +122,8 @@ def _read_file(path: Path, kind: str, column: Column, encoding: str | None) -> I
             if kind == "text" and isinstance(column, str):
                 yield from lines
                 return
-            rows = lines if kind == "text" else read_json(file)
-            if kind == "csv":
-                rows = read_csv(path.name, file, "\t" if _find_suffix(path) == ".tsv" else ",")
+            separator = "\t" if _find_suffix(path) == ".tsv" else ","
+            rows = read_csv(path.name, file, separator) if kind == "csv" else read_json(file)
             yield from _take(path.name, rows, column)
 
 

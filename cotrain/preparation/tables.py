@@ -14,7 +14,7 @@ ROW_LINES = 20  # in a row of CSV of more lines a quotation mark may not be clos
 def read_json(file: TextIO) -> Iterator[Any]:
     """Yield the rows of lines of JSON, a list, {"data": [...]}, or objects of several lines each.
 
-    Of lines of JSON, one that is none is yielded as text.
+    Of lines of JSON, one that is none is yielded as text, and so are the lines of a file that has no JSON.
     """
     first, heads = [], []
     while len(heads) < 2 and (line := file.readline()):
@@ -23,7 +23,8 @@ def read_json(file: TextIO) -> Iterator[Any]:
     values = list(map(_parse_line, heads))
     are_lists = len(heads) == 2 and all(isinstance(value, list) for value in values)
     are_lines = are_lists or any(isinstance(x, dict) and not isinstance(x.get("data"), list) for x in values)
-    if are_lines and not heads[0].rstrip().endswith(("{", "[", ",")):  # of a value of several lines the first
+    is_prose = bool(heads) and heads[0].lstrip()[0] not in "{["
+    if is_prose or (are_lines and not heads[0].rstrip().endswith(("{", "[", ","))):  # of several lines the first
         yield from map(_parse_line, itertools.chain(first, file))
         return
     text, position, decoder = "".join(first) + file.read(), 0, json.JSONDecoder()

@@ -227,6 +227,13 @@ def test_text_is_no_conversation(tmp_path):
     assert read(tmp_path / "t.txt", reader) == [] and reader.faults == ["'t.txt', row 1: no JSON object"]
 
 
+def test_a_list_of_json_is_read_whatever_its_name(tmp_path):
+    """Each line of a list of several lines was "no JSON object"."""
+    rows = [{"instruction": f"a{number}", "input": "", "output": "b"} for number in range(3)]
+    (tmp_path / "t.txt").write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    assert len(read(tmp_path / "t.txt")) == 3
+
+
 # --- samples ---------------------------------------------------------------------------------------------------------
 
 
