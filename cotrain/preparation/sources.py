@@ -164,7 +164,8 @@ def _explain(name: str) -> Iterator[None]:
 @cache
 def find_encoding(path: Path) -> str:
     """Return UTF-8, or the encoding that charset-normalizer finds and this prints; UserError if a file is not text."""
-    if zipfile.is_zipfile(path) and sum("__MACOSX/" not in name for name in zipfile.ZipFile(path).namelist()) > 1:
+    names = zipfile.ZipFile(path).namelist() if zipfile.is_zipfile(path) else []  # the first one is read
+    if any("__MACOSX/" not in name and not Path(name).name.startswith(".") for name in names[1:]):
         raise UserError(f"'{path.name}' has several files; unpack it, and pass the folder")
     with fsspec.open(str(path), compression="infer") as file:
         sample = file.read(READ_CHARS)

@@ -81,6 +81,7 @@ def write(folder: Path, files: dict[str, bytes]) -> None:
         ("t.md.xz", lzma.compress(TEXT.encode())),
         ("t.txt.zst", zstandard.ZstdCompressor().compress(TEXT.encode())),
         ("t.zip", to_zip(TEXT.encode(), "t.txt")),
+        ("t.zip", to_zip(TEXT.encode(), "t.txt", "__MACOSX/._t.txt", ".DS_Store")),
         ("t.jsonl", JSONL.encode()),
         ("t.json", json.dumps([{"text": text} for text in DOCUMENTS]).encode()),
         ("t.jsonl.gz", gzip.compress(JSONL.encode())),
