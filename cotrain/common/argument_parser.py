@@ -234,7 +234,11 @@ class ArgumentParser(HfArgumentParser):
         The flags in the file of --run_config count as if they stood before the others.
         """
         try:
-            args = [expand_home(word) for word in sys.argv[1:]] if args is None else args
+            if args is None:
+                lost = next((word for word in sys.argv[1:] if re.match(r"\s+(--|$)", word)), None)
+                remedy = "a backslash must be the last character of its line: remove what follows it, or the backslash"
+                require(lost is None, f"'{lost}' begins with a blank: {remedy}")
+                args = [expand_home(word) for word in sys.argv[1:]]
             words, warnings = translate_old_names(args, self.known_flags)
             options = {"--run_config", "--run-config"} & self.known_flags
             paths = [path for word, path in itertools.pairwise(words) if word in options]

@@ -239,6 +239,15 @@ def test_wrong_use_gets_one_line_that_names_the_culprit(script, command, culprit
     assert "\n" not in message
 
 
+@pytest.mark.parametrize("word", [" --use_cpu", " ", "  \t"])
+def test_backslash_that_does_not_continue_a_command_is_named(word, monkeypatch, capsys):
+    """A blank after it, or the lines pasted as one: it was "'--use_cpu' is not a multiaddress"."""
+    monkeypatch.setattr(sys, "argv", ["run_trainer.py", "--initial_peers", PEER, word])
+    with pytest.raises(SystemExit):
+        parse_arguments(SCRIPTS["run_trainer.py"], "a script")
+    assert "a backslash must be the last character of its line" in capsys.readouterr().err
+
+
 def test_batch_size_per_step_counts_the_devices_that_are_used():
     training, *_ = parse("run_trainer.py", "--per_device_train_batch_size 3 --gradient_accumulation_steps 5")
     assert [training.batch_size_per_step(devices) for devices in (0, 1, 2)] == [15, 15, 30]
