@@ -78,6 +78,8 @@ def describe(error: BaseException) -> str:
         return f"{error.filename}: {error.strerror}"
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # pyarrow's names no file
         return os.strerror(errno.ENOSPC)
+    if "allocate shared memory" in str(error):  # a RuntimeError of PyTorch
+        return first_line(error)
     if (line := explain_hidden_module()) is not None:
         return line
     if isinstance(error, ImportError) and (others := compare_versions(read_requirements())):

@@ -36,6 +36,11 @@ def test_full_disk_is_named_without_words_of_python():
     assert describe(OSError(28, "No space left on device", "a.txt")) == "a.txt: No space left on device"
 
 
+def test_full_shared_memory_is_named_without_words_of_python():
+    error = RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
+    assert describe(error) == str(error)
+
+
 def test_hint_follows_the_first_warning_of_a_kind(log):
     logger, read = log
     for step in (39, 40):
