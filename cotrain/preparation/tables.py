@@ -12,7 +12,7 @@ ROW_LINES = 20  # in a row of CSV of more lines a quotation mark may not be clos
 
 
 def read_json(file: TextIO) -> Iterator[Any]:
-    """Yield the rows of lines of JSON, a list, {"data": [...]}, or objects of several lines each.
+    """Yield the rows of lines of JSON, a list, {"data": [...]}, pandas' columns, or objects of several lines each.
 
     Of lines of JSON, one that is none is yielded as text, and so are the lines of a file that has no JSON.
     """
@@ -22,7 +22,7 @@ def read_json(file: TextIO) -> Iterator[Any]:
         heads += [line] if line.strip() else []
     values = list(map(_parse_line, heads))
     are_lists = len(heads) == 2 and all(isinstance(value, list) for value in values)
-    are_lines = are_lists or any(isinstance(x, dict) and not isinstance(x.get("data"), list) for x in values)
+    are_lines = are_lists or any(isinstance(x, dict) and _rows_of(x) == [x] for x in values)
     is_prose = bool(heads) and heads[0].lstrip()[0] not in "{["
     if is_prose or (are_lines and not heads[0].rstrip().endswith(("{", "[", ","))):  # of several lines the first
         yield from map(_parse_line, itertools.chain(first, file))
@@ -33,8 +33,15 @@ def read_json(file: TextIO) -> Iterator[Any]:
             position += 1
             continue
         value, position = decoder.raw_decode(text, position)
-        rows = value.get("data") if isinstance(value, dict) else value
-        yield from rows if isinstance(rows, list) and not any(isinstance(row, str) for row in rows) else [value]
+        yield from _rows_of(value)
+
+
+def _rows_of(value: Any) -> list:
+    """Return the rows in a list, in {"data": [...]}, or in {column: {"0": …, "1": …}} of pandas; else the value."""
+    if isinstance(value, dict) and value and all(isinstance(x, dict) and "0" in x for x in value.values()):
+        return [{name: x.get(row) for name, x in value.items()} for row in next(iter(value.values()))]
+    rows = value.get("data") if isinstance(value, dict) else value
+    return rows if isinstance(rows, list) and not any(isinstance(row, str) for row in rows) else [value]
 
 
 def _parse_line(line: str) -> Any:

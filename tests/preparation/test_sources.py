@@ -84,6 +84,8 @@ def write(folder: Path, files: dict[str, bytes]) -> None:
         ("t.zip", to_zip(TEXT.encode(), "t.txt", "__MACOSX/._t.txt", ".DS_Store")),
         ("t.jsonl", JSONL.encode()),
         ("t.json", json.dumps([{"text": text} for text in DOCUMENTS]).encode()),
+        ("t.json", json.dumps({"text": {str(n): text for n, text in enumerate(DOCUMENTS)}}).encode()),
+        ("t.json", json.dumps({"text": {str(n): text for n, text in enumerate(DOCUMENTS)}}, indent=1).encode()),
         ("t.jsonl.gz", gzip.compress(JSONL.encode())),
         ("t.jsonl.zst", zstandard.ZstdCompressor().compress(JSONL.encode())),
         ("t.csv", CSV.encode()),
