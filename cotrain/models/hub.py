@@ -16,7 +16,7 @@ from cotrain.options import Adopted, ModelOptions
 
 logger = logging.getLogger(__name__)
 
-ADAPTED = "--model_name_or_path: '{}' has adapters: merge or remove them, see docs/fine-tuning.md"
+ADAPTED = "--model_name_or_path: '{}' has adapters: merge them with ./export_model.py, or remove them"
 MAX_FILE_BYTES = 10e6  # of a file beside the weights; the index of 400 billion parameters has 0.2 MB
 _WEIGHTS = re.compile(r"model(-[0-9]{5}-of-[0-9]{5})?\.safetensors")
 _BESIDE = {"config.json", "generation_config.json", "model.safetensors.index.json"}

@@ -91,7 +91,7 @@ def test_adapters_lead_to_no_base(private, tmp_path, base, has_weights, is_archi
     if not has_weights:
         (folder / "model.safetensors").unlink()
     write_adapters(folder, base.format(private=private))
-    with pytest.raises(UserError, match="has adapters: merge or remove them"):
+    with pytest.raises(UserError, match="has adapters: merge them with ./export_model.py"):
         load("data/model" if is_archive else "me/model", cache_dir="cache")
 
 

@@ -281,7 +281,7 @@ def test_adapters_whose_base_is_elsewhere_say_so(prepared, base, tmp_path):
 def test_base_with_adapters_beside_it_is_refused(prepared, base, tmp_path, has_base):
     """transformers would load them, and peft would replace them by new ones."""
     folder = save(arguments(prepared, base), base if has_base else tmp_path / "checkpoint")
-    with pytest.raises(UserError, match=r"--model_name_or_path: '.*' has adapters: merge or remove them"):
+    with pytest.raises(UserError, match=r"--model_name_or_path: '.*' has adapters: merge them with ./export_model.py"):
         build(arguments(prepared, folder))
 
 
