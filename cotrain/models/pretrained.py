@@ -18,6 +18,7 @@ from transformers.utils import cached_file
 
 from cotrain.common.errors import UserError, first_line
 from cotrain.common.run_folder import ADAPTERS
+from cotrain.common.stand_ins import find_stand_in
 from cotrain.models.config import is_inline
 from cotrain.models.device import supports_bf16
 from cotrain.models.hub import ADAPTED, build_hub_options, fetch_files
@@ -75,7 +76,11 @@ def open_weights(
 
     :raises UserError: if an index names files elsewhere
     :raises OSError: if a file is missing
+    :raises ValueError: if a file is a pointer, or a page that a download saved
     """
+    for file in weight_files(folder):
+        if stand_in := find_stand_in(folder / file):
+            raise ValueError(f"{file} is {': '.join(stand_in)}")
     tensors = {key: value for file in weight_files(folder) for key, value in load_file(folder / file).items()}
     if (folder / "generation_config.json").is_file():
         options["generation_config"] = GenerationConfig.from_pretrained(folder, local_files_only=True)

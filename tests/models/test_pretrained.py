@@ -113,6 +113,14 @@ def test_own_files_are_read_whatever_lies_beside(private, tmp_path, is_sharded):
             load("me/model", cache_dir="cache")
 
 
+def test_pointer_of_git_lfs_is_named(tmp_path):
+    """It was "Error while deserializing header: header too large"."""
+    save_model(tmp_path / "model", 0.25)
+    (tmp_path / "model/model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:2264")
+    with pytest.raises(UserError, match="model.safetensors is a pointer of Git LFS: run git lfs pull"):
+        load(str(tmp_path / "model"), lora_rank=4)
+
+
 class Listed:
     """A Hub with one repository, which is copied from a folder when it is downloaded."""
 
