@@ -123,7 +123,10 @@ def encode_conversation(
             limit = position
     except Exception as error:
         remedy = "correct or remove the row, or pass a --tokenizer with another chat template"
-        raise UserError(f"{place}: the chat template does not take it ({first_line(error):.200}); {remedy}") from None
+        reason = first_line(error)
+        if reason.endswith("has no attribute 'content'"):  # Jinja's; of messages only a call of a tool has none
+            reason = "it takes no calls of tools"
+        raise UserError(f"{place}: the chat template does not take it ({reason:.200}); {remedy}") from None
     return chat.ids, mask
 
 

@@ -221,6 +221,15 @@ def test_a_wrong_row_is_left_out_with_the_reason(tmp_path, row, reason):
     assert fault.startswith("'t.jsonl', row 4: ") and reason in fault and "Error" not in fault
 
 
+def test_template_without_tools_is_named():
+    """As SmolLM2's, which ended in Jinja's words: 'dict object' has no attribute 'content'."""
+    tokenizer = prepare_tokenizer("chatml")
+    tokenizer.chat_template = tokenizer.chat_template.replace("{{ m.content }}", "{{ '' + m.content }}")
+    (document,) = read_conversations("f.jsonl", [{"messages": [QUESTION, TOOLS]}])
+    with pytest.raises(UserError, match=r"does not take it \(it takes no calls of tools\); correct or remove the row"):
+        encode_conversation(document, tokenizer)
+
+
 def test_text_is_no_conversation(tmp_path):
     (tmp_path / "t.txt").write_text("abc", encoding="utf-8")
     reader = ChatReader()
