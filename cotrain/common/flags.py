@@ -222,6 +222,8 @@ def check_peer(flag: str, maddr: str) -> None:
     """Check that a value is the address of a peer, with its ID; ArgumentsError with the address as it should be."""
     copy = "Copy the whole address that the peer prints"
     endpoint = HOST_PORT.fullmatch(maddr)  # the notation of older examples
+    is_address = endpoint is not None or maddr.startswith("/")
+    require(is_address, f"{flag}: '{maddr}' is no address. {copy}: /ip4/203.0.113.1/tcp/31337/p2p/PEER_ID")
     protocols = {} if endpoint else check_maddr(flag, maddr)
     peer_id = protocols.get("p2p", protocols.get("ipfs"))
     address = f"/ip4/{endpoint['host']}/tcp/{endpoint['port']}" if endpoint else maddr.rstrip("/")

@@ -165,6 +165,7 @@ def test_endpoints_become_multiaddresses(endpoint, maddrs):
     ("script", "command", "culprit"),
     [
         ("run_trainer.py", "--initial_peers 18.224.82.24:31337", "/ip4/18.224.82.24/tcp/31337/p2p/PEER_ID"),
+        ("run_trainer.py", "--initial_peers [::]:8081", "/ip4/203.0.113.1/tcp/31337/p2p/PEER_ID"),
         ("run_trainer.py", "--max_steps 100", "--max_global_steps"),
         ("run_trainer.py", "--nonsense", "--nonsense"),
         ("run_trainer.py", "--ends_at tomorrow", "2027-04-28T23:59"),
