@@ -352,7 +352,7 @@ class RunNode(dht_node.DHTNode):
 
     def _lacks_news(self, key: DHTID, found: DictionaryDHTValue) -> bool:
         """Whether an answer lacks a record that was new in the last read, or has no newer one of its author by now."""
-        if key not in self.news:
+        if not self.news.get(key):
             return True
         are_renewed = time.monotonic() >= self.read_at + RENEWED_SECONDS
         for subkey, expiration in self.news[key].items():

@@ -232,6 +232,23 @@ async def test_a_member_of_a_large_run_hides_nobody_of_the_last_read(monkeypatch
         assert await asyncio.gather(*map(nodes.read, honest)) == [[3] * 12] * 11
 
 
+@pytest.mark.usefixtures("few_are_many")
+async def test_a_trainer_of_a_large_run_whose_reads_have_failed_finds_the_others():
+    """Most members of its last round end while it is cut off, others start, and it takes part in no further round."""
+    async with large_run() as nodes:
+        cut_off, connected = nodes.honest[-1][0], dict(nodes.local)
+        nodes.local.clear()
+        for _ in range(2):
+            await nodes.read(cut_off)
+        nodes.local.update(connected)
+        for node, _ in nodes.honest[1:9]:
+            await node.shutdown()
+        for _ in range(4):
+            await nodes.add()
+        await nodes.publish(step=3, lifetime=63.0)
+        assert (await nodes.read(cut_off)).count(3) == 8
+
+
 async def test_nodes_of_a_large_run_find_each_other():
     """Each joins through the first one, and knows few others at first. One in ten leaves without a word."""
     async with Nodes(is_local=True) as nodes:
