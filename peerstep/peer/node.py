@@ -278,7 +278,8 @@ class RunNode(dht_node.DHTNode):
     initial_peers: set[PeerID]
     members: Collection[PeerID] = ()  # of the last rounds
     late_until: dict[PeerID, float]
-    # Of the last read of reports in a large run: key -> subkey -> expiration; of them, what was new; and the time
+    # Of a read of reports in a large run, the last or shortly before: key -> subkey -> expiration; of them, what was
+    # new; and the time
     found: dict[DHTID, dict[bytes, float]]
     news: dict[DHTID, dict[bytes, float]]
     read_at: float = -math.inf  # `time.monotonic`
@@ -364,7 +365,12 @@ class RunNode(dht_node.DHTNode):
         return False
 
     def _note_news(self, searches: dict[DHTID, Any]) -> None:
-        """Remember which records are new since the last read: their authors are there, and renew them."""
+        """Remember which records are new since an earlier read: their authors are there, and renew them.
+
+        Not again before all have renewed them: after two reads at once, few would be new.
+        """
+        if time.monotonic() < self.read_at + RENEWED_SECONDS:
+            return
         for key, search in searches.items():
             found = {subkey: record.expiration_time for subkey, record in search.binary_value.items()}
             before = self.found.get(key, {})

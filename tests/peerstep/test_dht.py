@@ -5,9 +5,11 @@ import copy
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import pytest
 from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
@@ -230,6 +232,24 @@ async def test_a_member_of_a_large_run_hides_nobody_of_the_last_read(monkeypatch
         monkeypatch.setattr(liar.storage, "get", before.get)
         honest = [node for node, _ in nodes.honest if node.protocol is not liar]
         assert await asyncio.gather(*map(nodes.read, honest)) == [[3] * 12] * 11
+
+
+async def test_a_member_of_a_large_run_hides_nobody_after_two_reads_at_once():
+    """As at the end of a step, or by two threads: only one of two trainers under a key has renewed its report."""
+    now = run_time()
+
+    def answer(**expirations: float) -> DictionaryDHTValue:
+        value = DictionaryDHTValue()
+        for subkey, expiration in expirations.items():
+            value.store(subkey, b"report", now + expiration)
+        return value
+
+    async with Nodes(is_local=True) as nodes:
+        node, key = await nodes.add(), report_keys()[0]
+        for value in (answer(one=60.0, other=60.0), answer(one=65.0, other=60.0)):
+            node._note_news({key: SimpleNamespace(binary_value=value)})
+        assert node._lacks_news(key, answer(one=70.0))
+        assert not node._lacks_news(key, answer(one=70.0, other=65.0))
 
 
 @pytest.mark.usefixtures("few_are_many")
