@@ -11,6 +11,7 @@ hivemind/averaging/matchmaking.py knows neither the step nor the peers.
 import asyncio
 import itertools
 import math
+import statistics
 import time
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping
@@ -229,7 +230,9 @@ class StepMatchmaking(Matchmaking):
         entries = {peer_id: request.entry for peer_id, request in joined.items()}
         entries[self.peer_id] = self._sign(search.control, self.peer_id)
         relays = [peer_id for peer_id in self._candidates(search) if peer_id in joined]
-        relays.sort(key=lambda peer_id: -parse_claims(entries[peer_id][:-PROOF_BYTES]).bandwidth)
+        # In another order in each step: who claims a fast link and passes nothing on is not always near the leader.
+        bandwidths = {peer_id: parse_claims(entries[peer_id][:-PROOF_BYTES]).bandwidth for peer_id in relays}
+        relays.sort(key=lambda peer_id: bandwidths[peer_id] < statistics.median(bandwidths.values()))
         others = [peer_id for peer_id in joined if peer_id not in relays]
         told = self.requests.relay.plan(self.peer_id, build_list(entries), relays, others)
         for peer_id, request in joined.items():

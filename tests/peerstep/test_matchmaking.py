@@ -910,6 +910,26 @@ async def count_list(served: list[PeerID], handler: Callable, digest: bytes, pee
 
 
 @pytest.mark.usefixtures("small_tree")
+async def test_who_claims_most_is_not_always_near_the_leader(monkeypatch):
+    """It could delay a quarter of a large group in each step: it passes no list on, and each then waits for it."""
+    network, ids = make_network(12)
+    served, asked_in = [], []
+    own = network.peers[ids[1]].requests.relay
+    monkeypatch.setattr(own, "answer", partial(count_list, served, own.answer))
+    for step in range(1, 9):
+        claims = [Claims(1e9 if peer_id == ids[1] else 100.0) for peer_id in ids]
+        controls = [Control(step, True, of_peer) for of_peer in claims]
+        searches = zip(ids, controls, strict=True)
+        groups = await asyncio.gather(*(network.peers[peer_id].look_for_group(c) for peer_id, c in searches))
+        assert_one_group(groups, ids)
+        asked_in += [step] if served else []
+        served.clear()
+        for peer in network.peers.values():
+            peer.requests.finish(step)
+    assert 0 < len(asked_in) < 7
+
+
+@pytest.mark.usefixtures("small_tree")
 async def test_leader_gives_its_list_to_those_that_get_it_from_nobody(monkeypatch):
     network, ids = make_network(9)
     for peer_id in ids[1:]:
