@@ -103,7 +103,7 @@ class RoundAverager(SafeAverager):
             next_chunk_timeout=max(options.matchmaking_time, options.averaging_timeout / 4),
             **kwargs,
         )
-        self.own_rounds = OwnRounds(self.allreduce_kwargs["reducer_timeout"])
+        self.own_rounds = OwnRounds(self.allreduce_kwargs["reducer_timeout"], lambda: self._matchmaking.awaits_list)
         self.matchmaking_kwargs |= {"private_key": private_key}
         size = options.target_group_size  # by which each member deals the groups
         names = (type(compression).__name__ for compression in compressions)

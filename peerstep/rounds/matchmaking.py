@@ -110,6 +110,7 @@ class StepMatchmaking(Matchmaking):
         self.requests = JoinRequests(schema_hash, self.client_mode, self.known, self.conduct)
         self.led_by = self.peer_id  # leader of the last group
         self.is_split = False  # whether its list had other groups
+        self.awaits_list = False  # whether a leader has begun, and other members are to pass its list on
         self.roster: dict[PeerID, RosterEntry] = {}
         self.missed: dict[PeerID, str] = {}  # peers of the roster that are not in the last group, and why
         # Peers that most members of the last list call silent. They have no share, so they cannot answer
@@ -283,7 +284,12 @@ class StepMatchmaking(Matchmaking):
         finally:
             self.requests.following = None
         if message.code == averaging_pb2.BEGIN_ALLREDUCE:
-            if (listed := await self._receive_list(search, leader, message)) is not None:
+            self.awaits_list = True
+            try:
+                listed = await self._receive_list(search, leader, message)
+            finally:
+                self.awaits_list = False
+            if listed is not None:
                 return self._accept_group(search, leader, own, listed)
             search.given_up.add(leader)
             return None

@@ -1,7 +1,9 @@
 """This peer's rounds by their groups, for the members that send parts: perhaps before a round begins, or after it."""
 
 import asyncio
+import time
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
 
 from hivemind.p2p import PeerID
@@ -11,7 +13,7 @@ from peerstep.rounds.allreduce import AllReduce
 
 # Of a peer, and of all peers, whose part of an unknown group arrives before this peer has the group
 MAX_WAITING_STREAMS, MAX_WAITING_STREAMS_OF_ALL = 2, 256
-UNKNOWN_SECONDS = 3.0  # for which such a part waits
+UNKNOWN_SECONDS = 3.0  # for which such a part waits, or longer while this peer waits for the list of its group
 MAX_FIRST_BYTES = 256  # of the first message of such a stream, which has no part
 MAX_KEPT_ROUNDS = 64  # newest rounds of this peer of which it knows that they have ended
 
@@ -22,10 +24,11 @@ class OwnRounds:
     The whole group then waits for the sender.
 
     :param reducer_timeout: seconds for which a part waits; after that time the sender stops waiting, too
+    :param awaits_list: whether this peer waits for the list of a group, see relay.py
     """
 
-    def __init__(self, reducer_timeout: float):
-        self._reducer_timeout = reducer_timeout
+    def __init__(self, reducer_timeout: float, awaits_list: Callable[[], bool] = bool):
+        self._reducer_timeout, self._awaits_list = reducer_timeout, awaits_list
         # Group ID -> this peer's round, which is None if it was cancelled; None: it has ended
         self._rounds: dict[bytes, asyncio.Future[AllReduce | None] | None] = {}
         self.refused: deque[tuple[bytes, PeerID]] = deque(maxlen=256)  # group ID, and sender of a refused part
@@ -84,12 +87,10 @@ class OwnRounds:
             if self.waiting[sender] >= MAX_WAITING_STREAMS or self.waiting.total() >= MAX_WAITING_STREAMS_OF_ALL:
                 return None
             self.waiting[sender] += 1
+            until = time.monotonic() + UNKNOWN_SECONDS
             try:
-                async with asyncio.timeout(UNKNOWN_SECONDS):
-                    while group_id not in self._rounds:
-                        await asyncio.sleep(0.05)
-            except TimeoutError:
-                return None
+                while group_id not in self._rounds and (time.monotonic() < until or self._awaits_list()):
+                    await asyncio.sleep(0.05)
             finally:
                 self.waiting -= Counter({sender: 1})
         if (begins := self._rounds.get(group_id)) is None:

@@ -934,7 +934,11 @@ async def test_leader_gives_its_list_to_those_that_get_it_from_nobody(monkeypatc
     network, ids = make_network(9)
     for peer_id in ids[1:]:
         monkeypatch.setattr(network.peers[peer_id].requests.relay, "answer", never)
-    assert_one_group(await network.find(ids, timeout=60.0), ids)
+    searches = asyncio.gather(*(network.search(peer_id)[1] for peer_id in ids))
+    await asyncio.sleep(relay.RELAY_SECONDS)
+    assert 0 < sum(peer.awaits_list for peer in network.peers.values()) < 6
+    assert_one_group(await searches, ids)
+    assert not any(peer.awaits_list for peer in network.peers.values())
 
 
 async def test_a_list_is_passed_on_to_peers_of_the_run_alone(clock):

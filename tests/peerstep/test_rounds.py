@@ -20,6 +20,7 @@ from peerstep.rounds.averager import RoundAverager
 from peerstep.rounds.claims import Claims, deal
 from peerstep.rounds.conduct import Conduct
 from peerstep.rounds.own_rounds import OwnRounds
+from peerstep.rounds.relay import RELAY_SECONDS
 from peerstep.rounds.result import RoundResult
 from tests.support.false_leader import FalseLeader
 from tests.support.processes import Script, wait_until
@@ -154,6 +155,16 @@ async def test_part_for_a_round_that_has_ended_or_is_large_is_refused(clock, gro
     async with asyncio.timeout(seconds):
         assert (await anext(await averager.answer(group_id, size))).code == BAD_GROUP_ID
     assert list(averager.rounds.refused) == [(group_id, None)]
+
+
+async def test_part_waits_for_a_list_that_another_member_passes_on(clock):
+    """One that passes nothing on delays the list by RELAY_SECONDS, at some members of a large group."""
+    averager, known_at = LateAverager(), clock.now + 2 * RELAY_SECONDS
+    averager.rounds._awaits_list = lambda: clock.now < known_at
+    asyncio.get_running_loop().call_later(2 * RELAY_SECONDS - 0.1, averager.rounds.expect, b"late")
+    begun = SimpleNamespace(group_id=b"late", reducer=StandInReducer())
+    asyncio.get_running_loop().call_later(2 * RELAY_SECONDS, averager.rounds.begin, begun)
+    assert (await anext(await averager.answer(b"late"))).code == AVERAGED_PART
 
 
 async def test_number_of_waiting_parts_of_unknown_groups_is_bounded_for_each_peer(clock, monkeypatch):
