@@ -333,7 +333,6 @@ class StepMatchmaking(Matchmaking):
         """Return a leader's list, from the members that are to pass it on if the leader has not sent it."""
         digest, step = message.group_id, str(search.control.step)
         if not digest:
-            self.requests.relay.keep(message)
             return message
         request = averaging_pb2.JoinRequest(schema_hash=self.schema_hash, gather=digest, group_key=step)
         seconds = RELAY_SECONDS + RELAY_SECONDS_PER_PEER * len(self.roster)
@@ -343,7 +342,6 @@ class StepMatchmaking(Matchmaking):
                 async with asyncio.timeout(seconds), aclosing(await stub.rpc_join_group(request)) as stream:
                     listed = await anext(stream)
                 if digest_of(listed) == digest:
-                    self.requests.relay.keep(listed)
                     return listed
         return None
 
@@ -357,6 +355,7 @@ class StepMatchmaking(Matchmaking):
         try:
             entries = parse_list(message)
             self.known.check_list(entries, search.control.step, leader, own)
+            self.requests.relay.keep(message)
         except ValueError as error:
             search.given_up.add(leader)
             self.conduct.leave_out(leader, f"formed a false group for step #{search.control.step} ({error})")

@@ -108,7 +108,8 @@ class JoinRequests:
 
         A request with a digest is one for the list of a group.
         """
-        if len(request.gather) == DIGEST_BYTES and peer_id in self.known.public_keys:
+        is_small = request.ByteSize() <= MAX_REQUEST_BYTES  # it is kept while it waits
+        if len(request.gather) == DIGEST_BYTES and is_small and peer_id in self.known.public_keys:
             yield await self.relay.answer(request.gather, peer_id)
             return
         code = self.refuse(request, peer_id)

@@ -740,6 +740,8 @@ async def test_leader_of_a_false_group_leads_no_more(kind, monkeypatch, clock):
     for peer_id in ids[1:]:
         assert not network.peers[peer_id].conduct.may_lead(ids[0])
     assert [str(ids[0]) in warning for warning in warnings] == [True] * 3, "one line at each member"
+    kept = {peer_id: len(network.peers[peer_id].requests.relay._lists) for peer_id in ids[1:]}
+    assert kept == {ids[1]: 0, ids[2]: 1, ids[3]: 1}, "no false list, which may have 4 MiB"
     step = next(step for step in range(2, 99) if min(ids, key=lambda peer_id: rank(step, peer_id)) == ids[0])
     network.know(ids)
     assert_one_group(await network.find(ids[1:], step), ids[1:])
@@ -952,6 +954,24 @@ async def test_a_list_is_passed_on_to_peers_of_the_run_alone(clock):
     assert refused == [averaging_pb2.PROTOCOL_VIOLATION]
     assert at_once == [[averaging_pb2.GROUP_DISBANDED]] * 2
     assert clock.now - began == pytest.approx(relay.HOLD_SECONDS, abs=0.1)
+
+
+async def test_a_list_is_sent_once_to_each_of_its_members():
+    """Who asks again and again, or asks for one of another group, would be sent 88 KB for 100 bytes each time."""
+    network, (leader, member, other) = make_network(3)
+    passed_on = network.peers[leader].requests.relay
+    digest = passed_on.keep(relay.build_list({peer_id: entry_of(peer_id, leader) for peer_id in (leader, member)}))
+    asked = request(gather=digest)
+    codes = [await codes_of(network, leader, peer_id, asked) for peer_id in (member, member, other)]
+    assert codes == [[averaging_pb2.BEGIN_ALLREDUCE], [averaging_pb2.GROUP_DISBANDED], [averaging_pb2.GROUP_DISBANDED]]
+
+
+async def test_a_large_request_for_a_list_is_not_held(clock):
+    network, (leader, member) = make_network(2)
+    asked = request(gather=bytes(relay.DIGEST_BYTES))
+    asked.group_key = "1" * requests.MAX_REQUEST_BYTES
+    assert await codes_of(network, leader, member, asked) == [averaging_pb2.BAD_GROUP_KEY]
+    assert clock.now < 1.0
 
 
 async def codes_of(network: Network, leader: PeerID, caller: PeerID, asked: averaging_pb2.JoinRequest) -> list[int]:
