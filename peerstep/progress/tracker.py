@@ -210,7 +210,9 @@ class ProgressTracker(threading.Thread):
     def refresh(self, timeout: float = READ_TIMEOUT) -> bool:
         """Read the other peers' progress and wait for the result; False if it takes longer than `timeout` seconds."""
         self._has_read.clear()
-        self.refresh_in(0.0)
+        with self._lock:
+            self._read_at = 0.0
+        self._wake.set()
         return self.is_alive() and self._has_read.wait(timeout)
 
     def ignore(self, silent: Iterable[PeerProgress]) -> int:

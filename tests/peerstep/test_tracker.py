@@ -180,6 +180,14 @@ def test_waiting_trainers_of_a_large_run_read_rarely(clock, number, seconds):
     assert tracker.next_read_at <= clock.now + tracker.options.min_refresh_period
 
 
+def test_who_waits_for_a_read_of_a_large_run_has_it_at_once(clock):
+    """It would go on with the old reports, after READ_TIMEOUT."""
+    tracker = see(make_tracker(), *(record(peer) for peer in range(1, 513)))
+    clock.now += 1.0
+    tracker.refresh(timeout=0.0)
+    assert tracker._read_at <= clock.now
+
+
 def test_samples_are_extrapolated_until_the_next_read_of_a_large_run(clock):
     """Reads of 128 trainers are 26 s apart, and a report is up to 5 s old when it is read."""
     tracker = see(make_tracker(10_000), *(record(peer, rate=1.0) for peer in range(1, 129)))
