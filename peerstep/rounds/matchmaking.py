@@ -336,7 +336,7 @@ class StepMatchmaking(Matchmaking):
             return message
         request = averaging_pb2.JoinRequest(schema_hash=self.schema_hash, gather=digest, group_key=step)
         seconds = RELAY_SECONDS + RELAY_SECONDS_PER_PEER * len(self.roster)
-        for parent in (*message.ordered_peer_ids[:2], leader.to_bytes()):
+        for parent in dict.fromkeys((*message.ordered_peer_ids[:2], leader.to_bytes())):
             with suppress(Exception):  # whatever it answers, the next one is asked
                 stub = self._servicer_type.get_stub(self._p2p, PeerID(parent), namespace=self._prefix)
                 async with asyncio.timeout(seconds), aclosing(await stub.rpc_join_group(request)) as stream:

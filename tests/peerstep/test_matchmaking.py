@@ -979,6 +979,17 @@ async def codes_of(network: Network, leader: PeerID, caller: PeerID, asked: aver
         return [answer.code async for answer in answers]
 
 
+@pytest.mark.usefixtures("small_tree")
+async def test_a_silent_member_is_asked_once_for_a_list(monkeypatch, clock):
+    """Beside clients and few public members, both ways to a client may lead through the same one."""
+    network, ids = make_network(12, clients=9)
+    asked = []
+    monkeypatch.setattr(network.peers[ids[1]].requests.relay, "answer", partial(count_list, asked, never))
+    assert_one_group(await network.find(ids, timeout=30.0), ids)
+    assert asked and len({*asked}) == len(asked)
+    assert clock.now < 1.5 * relay.RELAY_SECONDS
+
+
 @pytest.mark.parametrize(("num_relays", "num_others"), [(48, 80), (192, 320), (3, 200), (1, 40)])
 def test_a_list_reaches_all_members_of_any_group(num_relays, num_others):
     """Only those that can be called pass it on, each to few others if there are enough of them."""
