@@ -271,7 +271,7 @@ class RunNode(dht_node.DHTNode):
     In a large run the copies would be too much: 512 trainers received 3.6 MB in each read, and the initial peer sent
     78 Mbit/s. There a read asks one member for each key, and the others only if it shows that somebody of the last
     read is missing, or has not renewed its report: a member can hide newcomers alone, from those that ask it first.
-    Of the initial peers few keys are read.
+    Of the initial peers few keys are read, but one in each read, chosen by chance: nobody hides newcomers for ever.
     """
 
     p2p: P2P
@@ -326,9 +326,11 @@ class RunNode(dht_node.DHTNode):
             search.add_candidate(self.protocol.storage.get(key), None)
         incomplete = list(key_ids)
         if is_large := len(key_ids) == NUM_BUCKETS and len(self.members) > FEW_MEMBERS:
-            await self._ask(
-                searches, {key: random.sample(self._members_near(key, MEMBER_REPLICAS), 1) for key in key_ids}
-            )
+            sources: dict[DHTID, Collection[PeerID]] = {
+                key: random.sample(self._members_near(key, MEMBER_REPLICAS), 1) for key in key_ids
+            }
+            sources[random.choice(list(key_ids))] = self.initial_peers
+            await self._ask(searches, sources)
             incomplete = [key for key in key_ids if self._lacks_news(key, searches[key].binary_value)]
         await self._ask(searches, {key: self._sources(key) for key in incomplete})
         if is_large:

@@ -3,8 +3,9 @@
 import asyncio
 import copy
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -13,11 +14,14 @@ from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
+from hivemind.utils.crypto import RSAPrivateKey
+from hivemind.utils.timed_storage import ValueWithExpiration
 
 from peerstep.peer import node as own_node
 from peerstep.peer.clock import run_time
 from peerstep.peer.node import bucket_of, node_id_of
 from tests.support.dht_nodes import KEY, Nodes, invent_peers, make_hostile, report, report_keys
+from tests.support.dht_records import make_validators
 
 
 def own_ids_next_to(protocol, key: DHTID) -> list[tuple[DHTID, PeerID]]:
@@ -232,6 +236,39 @@ async def test_a_member_of_a_large_run_hides_nobody_of_the_last_read(monkeypatch
         monkeypatch.setattr(liar.storage, "get", before.get)
         honest = [node for node, _ in nodes.honest if node.protocol is not liar]
         assert await asyncio.gather(*map(nodes.read, honest)) == [[3] * 12] * 11
+
+
+@pytest.mark.usefixtures("few_are_many")
+async def test_members_of_a_large_run_hide_no_newcomer_for_ever(monkeypatch):
+    """They are the two that are asked for its key. The initial peer, which is none of them, has its record."""
+    async with large_run() as nodes:
+        buckets, key = {bucket_of(subkey) for _, subkey in nodes.honest}, RSAPrivateKey()
+        while bucket_of(new := make_validators("run", key)[1]) not in buckets:
+            key = RSAPrivateKey()
+        for node, _ in nodes.honest:
+            node.members = [other.peer_id for other, _ in nodes.honest[1:]]
+        await nodes.publish(step=3, lifetime=63.0)
+        await nodes.read_all()
+        place = report_keys()[bucket_of(new)]
+        liars = nodes.honest[0][0]._members_near(place, own_node.MEMBER_REPLICAS)
+        for peer_id in liars:
+            storage = nodes.local[peer_id].storage
+            monkeypatch.setattr(storage, "get", partial(without, new, storage.get))
+        await nodes.add(private_key=key)
+        await nodes.publish(step=4, lifetime=64.0)
+        reader = next(node for node, _ in nodes.honest[1:] if node.peer_id not in liars)
+        for _ in range(40 * own_node.NUM_BUCKETS):
+            if len(await nodes.read(reader)) == 13:
+                break
+        else:
+            pytest.fail("never found")
+
+
+def without(subkey: bytes, get: Callable, key: DHTID) -> ValueWithExpiration | None:
+    """Return what a node has stored under a key, without one report."""
+    if (value := copy.deepcopy(get(key))) is not None and subkey in value.value:
+        del value.value[subkey]
+    return value
 
 
 async def test_a_member_of_a_large_run_hides_nobody_after_two_reads_at_once():
