@@ -877,6 +877,23 @@ async def test_group_in_which_nobody_reduces_is_false():
         peer.known.check_list(entries, 1, ids[0], entries[ids[2]])
 
 
+@pytest.mark.parametrize("delay", [0.5, math.inf])
+async def test_leader_of_a_large_group_waits_half_as_long_for_the_last_one(monkeypatch, clock, delay):
+    """One of 33 trainers that asked half a second after the others was in no round."""
+    monkeypatch.setattr(matchmaking, "MISSING_PART", 3)
+    network, ids = make_network(5, patience=3.0)
+    others = asyncio.gather(*(network.search(peer_id)[1] for peer_id in ids[:4]))
+    present = ids
+    if delay < math.inf:
+        await asyncio.sleep(delay)
+        last = network.search(ids[4])[1]
+        assert_one_group([await asyncio.wait_for(last, 10.0)], ids)
+    else:
+        present = ids[:4]
+    assert_one_group(await others, present)
+    assert clock.now < 2.0
+
+
 @pytest.fixture
 def small_tree(monkeypatch) -> None:
     """Let a leader of nine send its list to four, in two trees with two branches at each member."""
