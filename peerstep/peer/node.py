@@ -13,7 +13,7 @@ import tempfile
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
@@ -307,7 +307,7 @@ class RunNode(dht_node.DHTNode):
         if found_callback is None:
             return await super().find_nearest_nodes(queries, *args, **kwargs)
         for key in queries:
-            places = {*self.initial_peers, *self._places(key), *self._nearest(key, NUM_REPLICAS)}
+            places = {*self.initial_peers, *self.places_of(key), *self._nearest(key, NUM_REPLICAS)}
             nodes = {node_id_of(peer_id): peer_id for peer_id in places - {self.peer_id}}
             kwargs["node_to_peer_id"].update(nodes)
             await found_callback(key, list(nodes), set())
@@ -326,20 +326,18 @@ class RunNode(dht_node.DHTNode):
             search.add_candidate(self.protocol.storage.get(key), None)
         incomplete = list(key_ids)
         if is_large := len(key_ids) == NUM_BUCKETS and len(self.members) > FEW_MEMBERS:
-            sources: dict[DHTID, Collection[PeerID]] = {
-                key: random.sample(self._members_near(key, MEMBER_REPLICAS), 1) for key in key_ids
-            }
+            sources = {key: {random.choice(self.places_of(key))} for key in key_ids}
             sources[random.choice(list(key_ids))] = self.initial_peers
             await self._ask(searches, sources)
-            incomplete = [key for key in key_ids if self._lacks_news(key, searches[key].binary_value)]
+            incomplete = [key for key in key_ids if self.lacks_news(key, searches[key].binary_value)]
         await self._ask(searches, {key: self._sources(key) for key in incomplete})
         if is_large:
-            self._note_news(searches)
+            self.record_news(searches)
         for search in searches.values():
             search.finish_search()
         return {key: search.future.result() for key, search in searches.items()}
 
-    def _places(self, key: DHTID) -> list[PeerID]:
+    def places_of(self, key: DHTID) -> list[PeerID]:
         """Return the members that store the records under a key."""
         return self._members_near(key, MEMBER_REPLICAS)
 
@@ -353,7 +351,7 @@ class RunNode(dht_node.DHTNode):
             sources |= self.initial_peers
         return sources
 
-    def _lacks_news(self, key: DHTID, found: DictionaryDHTValue) -> bool:
+    def lacks_news(self, key: DHTID, found: DictionaryDHTValue) -> bool:
         """Whether an answer lacks a record that was new in the last read, or has no newer one of its author by now."""
         if not self.news.get(key):
             return True
@@ -366,7 +364,7 @@ class RunNode(dht_node.DHTNode):
                 return True
         return False
 
-    def _note_news(self, searches: dict[DHTID, Any]) -> None:
+    def record_news(self, searches: dict[DHTID, Any]) -> None:
         """Remember which records are new since an earlier read: their authors are there, and renew them.
 
         Not again before all have renewed them: after two reads at once, few would be new.
@@ -380,7 +378,7 @@ class RunNode(dht_node.DHTNode):
             self.found[key] = found
         self.read_at = time.monotonic()
 
-    async def _ask(self, searches: dict[DHTID, Any], sources: dict[DHTID, Collection[PeerID]]) -> None:
+    async def _ask(self, searches: dict[DHTID, Any], sources: Mapping[DHTID, Collection[PeerID]]) -> None:
         """Ask nodes for keys, each for all of its keys at once, and add what most of them answer to the searches."""
         protocol, asked = self.protocol, defaultdict(list)
         for key, peer_ids in sources.items():

@@ -20,7 +20,7 @@ from hivemind.utils import MPFuture, PerformanceEMA, get_logger
 from peerstep.options import Options
 from peerstep.peer.clock import run_time
 from peerstep.progress.other_trainers import OtherTrainers
-from peerstep.progress.view import ALIVE_SECONDS, HEARTBEAT_SECONDS, SECONDS_PER_PEER, View
+from peerstep.progress.view import ALIVE_SECONDS, HEARTBEAT_SECONDS, MAX_EXTRAPOLATION, SECONDS_PER_PEER, View
 from peerstep.reports.progress_report import PeerProgress
 from peerstep.reports.records import READ_TIMEOUT, store_record
 from peerstep.rounds.matchmaking import POLL_SECONDS
@@ -201,7 +201,8 @@ class ProgressTracker(threading.Thread):
         In a large run the reads of who waits for a round, each of all reports, would be most of the traffic.
         """
         with self._lock:
-            earliest = self.others.begun_at + SECONDS_PER_PEER / 2 * max(0, len(self.others.reports) - FEW_TRAINERS)
+            pause = SECONDS_PER_PEER / 2 * max(0, len(self.others.reports) - FEW_TRAINERS)
+            earliest = self.others.begun_at + min(pause, MAX_EXTRAPOLATION)
             if self._is_outdated:
                 earliest = -math.inf
             self.next_read_at = min(self.next_read_at, max(earliest, time.monotonic() + seconds))
@@ -211,7 +212,7 @@ class ProgressTracker(threading.Thread):
         """Read the other peers' progress and wait for the result; False if it takes longer than `timeout` seconds."""
         self._has_read.clear()
         with self._lock:
-            self._read_at = 0.0
+            self.next_read_at = 0.0
         self._wake.set()
         return self.is_alive() and self._has_read.wait(timeout)
 
@@ -301,8 +302,9 @@ class ProgressTracker(threading.Thread):
         # The first rates of a new peer are unreliable: read again after 0.5, 1, 2, 4 ... seconds.
         period = min(period, view.now - self.others.newcomer_at)
         shortest = max(options.min_refresh_period, SECONDS_PER_PEER * number)
-        # A read of 512 reports takes 1 MB.
-        return min(max(period, shortest), max(options.max_refresh_period, SECONDS_PER_PEER / 2 * number))
+        # A read of 512 reports takes 1 MB. Each report costs its author only a key.
+        longest = min(SECONDS_PER_PEER / 2 * number, MAX_EXTRAPOLATION)
+        return min(max(period, shortest), max(options.max_refresh_period, longest))
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Stop the thread and announce that this peer leaves."""

@@ -179,7 +179,7 @@ class View:
     @property
     def doubt(self) -> float:
         """Seconds by which a step may be due earlier than estimated: more where reads are rare, as in large runs."""
-        return max(0.0, self.now - self.read_at - HEARTBEAT_SECONDS) / 5
+        return min(max(0.0, self.now - self.read_at - HEARTBEAT_SECONDS), MAX_EXTRAPOLATION) / 5
 
     def num_expected(self, step: int) -> int:
         """Count the trainers of this peer's side that have not completed a step."""

@@ -20,8 +20,8 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 from peerstep.peer import node as own_node
 from peerstep.peer.clock import run_time
 from peerstep.peer.node import bucket_of, node_id_of
+from peerstep.reports.records import build_validators
 from tests.support.dht_nodes import KEY, Nodes, invent_peers, make_hostile, report, report_keys
-from tests.support.dht_records import make_validators
 
 
 def own_ids_next_to(protocol, key: DHTID) -> list[tuple[DHTID, PeerID]]:
@@ -212,16 +212,25 @@ async def large_run() -> AsyncIterator[Nodes]:
 
 
 @pytest.mark.usefixtures("few_are_many")
-async def test_a_read_in_a_large_run_asks_one_member_for_each_key():
+async def test_a_read_in_a_large_run_asks_one_member_for_each_key(monkeypatch):
+    asked, answer = [], own_node.DHTProtocol.rpc_find
+
+    async def find(self, request: dht_pb2.FindRequest, context) -> dht_pb2.FindResponse:
+        asked.extend(request.keys)
+        return await answer(self, request, context)
+
     async with large_run() as nodes:
         await nodes.publish(step=3, lifetime=63.0)
-        nodes.messages = 0
+        monkeypatch.setattr(own_node.DHTProtocol, "rpc_find", find)
         assert await nodes.read_all() == [[3] * 12] * 12
-        of_all_reads, first_time = nodes.messages, nodes.honest[-1][0]
+        of_reports = {report_keys()[bucket_of(subkey)].to_bytes() for _, subkey in nodes.honest}
+        usual = sum(key in of_reports for key in asked) / 12
+        first_time = nodes.honest[-1][0]
         first_time.news.clear()
-        nodes.messages = 0
+        asked.clear()
         await nodes.read(first_time)
-        assert of_all_reads < 12 * nodes.messages
+        at_first = sum(key in of_reports for key in asked)
+        assert usual < 2 * len(of_reports) < 8 * len(of_reports) < at_first
 
 
 @pytest.mark.usefixtures("few_are_many")
@@ -243,14 +252,14 @@ async def test_members_of_a_large_run_hide_no_newcomer_for_ever(monkeypatch):
     """They are the two that are asked for its key. The initial peer, which is none of them, has its record."""
     async with large_run() as nodes:
         buckets, key = {bucket_of(subkey) for _, subkey in nodes.honest}, RSAPrivateKey()
-        while bucket_of(new := make_validators("run", key)[1]) not in buckets:
+        while bucket_of(new := build_validators("run", key)[1]) not in buckets:
             key = RSAPrivateKey()
         for node, _ in nodes.honest:
             node.members = [other.peer_id for other, _ in nodes.honest[1:]]
         await nodes.publish(step=3, lifetime=63.0)
         await nodes.read_all()
         place = report_keys()[bucket_of(new)]
-        liars = nodes.honest[0][0]._members_near(place, own_node.MEMBER_REPLICAS)
+        liars = nodes.honest[0][0].places_of(place)
         for peer_id in liars:
             storage = nodes.local[peer_id].storage
             monkeypatch.setattr(storage, "get", partial(without, new, storage.get))
@@ -284,9 +293,9 @@ async def test_a_member_of_a_large_run_hides_nobody_after_two_reads_at_once():
     async with Nodes(is_local=True) as nodes:
         node, key = await nodes.add(), report_keys()[0]
         for value in (answer(one=60.0, other=60.0), answer(one=65.0, other=60.0)):
-            node._note_news({key: SimpleNamespace(binary_value=value)})
-        assert node._lacks_news(key, answer(one=70.0))
-        assert not node._lacks_news(key, answer(one=70.0, other=65.0))
+            node.record_news({key: SimpleNamespace(binary_value=value)})
+        assert node.lacks_news(key, answer(one=70.0))
+        assert not node.lacks_news(key, answer(one=70.0, other=65.0))
 
 
 @pytest.mark.usefixtures("few_are_many")

@@ -185,7 +185,7 @@ def test_who_waits_for_a_read_of_a_large_run_has_it_at_once(clock):
     tracker = see(make_tracker(), *(record(peer) for peer in range(1, 513)))
     clock.now += 1.0
     tracker.refresh(timeout=0.0)
-    assert tracker._read_at <= clock.now
+    assert tracker.next_read_at <= clock.now
 
 
 def test_samples_are_extrapolated_until_the_next_read_of_a_large_run(clock):
