@@ -31,7 +31,7 @@ from hivemind.utils.crypto import RSAPrivateKey
 from peerstep.rounds.claims import PROOF_BYTES, called_silent, deal, parse_claims, rank
 from peerstep.rounds.conduct import Conduct
 from peerstep.rounds.known_peers import KnownPeers, parse_list, read_peer_id
-from peerstep.rounds.relay import RELAY_SECONDS, RELAY_SECONDS_PER_PEER, build_list, digest_of
+from peerstep.rounds.relay import DIGEST_BYTES, RELAY_SECONDS, RELAY_SECONDS_PER_PEER, build_list, digest_of
 from peerstep.rounds.requests import JoinRequests, Request
 
 logger = get_logger(__name__)
@@ -332,7 +332,7 @@ class StepMatchmaking(Matchmaking):
     ) -> averaging_pb2.MessageFromLeader | None:
         """Return a leader's list, from the members that are to pass it on if the leader has not sent it."""
         digest, step = message.group_id, str(search.control.step)
-        if not digest:
+        if message.gathered or len(digest) != DIGEST_BYTES:
             return message
         request = averaging_pb2.JoinRequest(schema_hash=self.schema_hash, gather=digest, group_key=step)
         seconds = RELAY_SECONDS + RELAY_SECONDS_PER_PEER * len(self.roster)

@@ -689,6 +689,7 @@ class FalseLeader:
         entries = self.change({**self.asked, self.peer_id: entry_of(self.peer_id, self.peer_id)})
         yield averaging_pb2.MessageFromLeader(
             code=averaging_pb2.BEGIN_ALLREDUCE,
+            group_id=bytes(relay.DIGEST_BYTES),  # as if the list were elsewhere
             ordered_peer_ids=[peer_id.to_bytes() for peer_id in entries],
             gathered=entries.values(),
         )

@@ -13,6 +13,7 @@ from peerstep.rounds.averager import RoundAverager
 from peerstep.rounds.claims import PROOF_BYTES, Claims, deal, parse_claims
 from peerstep.rounds.matchmaking import Search, StepMatchmaking
 from peerstep.rounds.reducer import answers_to
+from peerstep.rounds.relay import build_list
 from peerstep.rounds.shares import Standing, divide
 
 Entries = dict[PeerID, bytes]
@@ -58,7 +59,7 @@ class FalseLeader:
             if entries.get(victim):
                 for group in deal(step, {peer_id: claims_of(entry) for peer_id, entry in entries.items()}, None):
                     self.groups[group.group_id] = step, group
-            request.answer.set_result(entries)
+            request.answer.set_result(build_list(entries))
         self.kept |= true
 
     async def answer(
