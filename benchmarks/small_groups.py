@@ -46,7 +46,7 @@ def deal(present: list[int], group_size: int, random: np.random.Generator) -> li
 
 
 def train(texts: Texts, trainers: int, group_size: int, every: int, steps: int, seed: int) -> tuple[float, float]:
-    """Return the held-out loss of the first trainer and the largest distance, after so many global steps."""
+    """Train for `steps` global steps. Return the first trainer's held-out loss, and the largest distance."""
     random = np.random.default_rng([seed, 7])
     first = texts.build_tiny(seed).eval()
     models = [first, *(copy.deepcopy(first) for _ in range(trainers - 1))]

@@ -87,9 +87,8 @@ class OtherTrainers:
         clients = {progress.peer_id for progress in self.reports.values() if progress.client_mode}
         newest = [peer_id.to_bytes() for peer_id in members]
         known = [member for member in self.members if member not in newest] + newest
-        self.members = [member for member in known if member not in clients][
-            -max(MIN_MEMBERS, len(self.reports) // 2) :
-        ]
+        number = max(MIN_MEMBERS, len(self.reports) // 2)
+        self.members = [member for member in known if member not in clients][-number:]
         for peer_id in newest:
             self._violators.pop(peer_id, None)
             self._silent.pop(peer_id, None)

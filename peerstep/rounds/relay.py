@@ -2,8 +2,9 @@
 
 To all of 128 members a leader would send 11 MB: six seconds of a home uplink, in which they look for other leaders. To
 the others it names the digest of the list, and two members to get it from. So nobody is believed but the leader, as
-with a list of its own, see KnownPeers.check_list. The ways through the two members differ: one that is silent delays
-those behind it by RELAY_SECONDS.
+with a list that it sends itself, see KnownPeers.check_list. The list reaches the two members by different ways. A
+silent member delays those that ask it first by RELAY_SECONDS or more; then they ask the other one, and at last the
+leader.
 """
 
 import asyncio
@@ -18,8 +19,8 @@ from hivemind.proto import averaging_pb2
 
 MAX_DIRECT = 32  # members up to which a leader sends its list to all: 0.7 MB
 FANOUT = 4  # members to which a member of a larger group passes the list on, if enough of them are public
-# For which a member waits for another one that is to pass the list on, and more for each peer of the roster: of 512, a
-# list of 0.35 MB passes five uplinks of 15 Mbit/s
+# A member waits as long for another one that is to pass the list on, and longer with each peer of the roster: a list
+# of 512 members, 0.35 MB, passes five uplinks of 15 Mbit/s.
 RELAY_SECONDS, RELAY_SECONDS_PER_PEER = 1.5, 1 / 128
 HOLD_SECONDS = 15.0  # for which a member that has no list yet lets others wait for it
 HOLD_POLL_SECONDS = 0.05
@@ -41,7 +42,7 @@ def digest_of(message: averaging_pb2.MessageFromLeader) -> bytes:
 
 
 def parents_of(leader: PeerID, relays: Sequence[PeerID], others: Sequence[PeerID]) -> dict[PeerID, PeerID]:
-    """Return from whom each member receives the list: a tree, with the leader at the top and the others as leaves."""
+    """Return the parent of each member: who sends it the list. The leader is the root, and `others` are leaves."""
     above, below = [leader, *relays], [*relays, *others]
     fanout = max(FANOUT, math.ceil(len(below) / len(above)))
     return {member: above[index // fanout] for index, member in enumerate(below)}

@@ -178,7 +178,7 @@ def stall(seconds: float) -> Callable:
 
 
 def in_time(seconds: float) -> Callable:
-    """Send the state in so many seconds."""
+    """Spread the sending of the state over a number of seconds."""
 
     async def send(messages: AsyncIterator) -> AsyncIterator:
         parts = [message async for message in messages]

@@ -181,7 +181,7 @@ def test_waiting_trainers_of_a_large_run_read_rarely(clock, number, seconds):
 
 
 def test_who_waits_for_a_read_of_a_large_run_has_it_at_once(clock):
-    """It would go on with the old reports, after READ_TIMEOUT."""
+    """Otherwise it continued with old reports after READ_TIMEOUT."""
     tracker = see(make_tracker(), *(record(peer) for peer in range(1, 513)))
     clock.now += 1.0
     tracker.refresh(timeout=0.0)
