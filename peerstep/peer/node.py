@@ -323,13 +323,16 @@ class RunNode(dht_node.DHTNode):
             # An expiration is at least NaN at no time: whatever a node claims, its answer does not end the search.
             searches[key] = search = dht_node._SearchState(key, math.nan, DictionaryDHTValue(), 0.0)
             search.record_validator = self.protocol.record_validator
-            search.add_candidate(self.protocol.storage.get(key), None)
         incomplete = list(key_ids)
         if is_large := len(key_ids) == NUM_BUCKETS and len(self.members) > FEW_MEMBERS:
-            sources = {key: {random.choice(self.places_of(key))} for key in key_ids}
+            places = {key: {*self.places_of(key)} - {self.peer_id} for key in key_ids}
+            sources = {key: {random.choice(list(peer_ids))} for key, peer_ids in places.items()}
             sources[random.choice(list(key_ids))] = self.initial_peers
             await self._ask(searches, sources)
             incomplete = [key for key in key_ids if self.lacks_news(key, searches[key].binary_value)]
+        # Only now: what this node has itself may be old, and would hide that the one asked is gone.
+        for key, search in searches.items():
+            search.add_candidate(self.protocol.storage.get(key), None)
         await self._ask(searches, {key: self._sources(key) for key in incomplete})
         if is_large:
             self.record_news(searches)
