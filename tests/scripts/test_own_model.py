@@ -11,7 +11,7 @@ from tests.support.peers import read_jsonl, wait_until
 from tests.support.processes import ROOT
 
 DIGITS = ROOT / "examples" / "digits.py"
-STEPS, TARGET, LEARNING_RATE = 12, 1024, 0.01
+STEPS, TARGET, LEARNING_RATE = 24, 512, 0.01
 # The run has samples in another order than one process, and rounds of one or two trainers.
 MARGIN = 0.05
 
