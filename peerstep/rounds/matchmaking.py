@@ -31,7 +31,14 @@ from hivemind.utils.crypto import RSAPrivateKey
 from peerstep.rounds.claims import PROOF_BYTES, called_silent, deal, parse_claims, rank
 from peerstep.rounds.conduct import Conduct
 from peerstep.rounds.known_peers import KnownPeers, parse_list, read_peer_id
-from peerstep.rounds.relay import DIGEST_BYTES, RELAY_SECONDS, RELAY_SECONDS_PER_PEER, build_list, digest_of
+from peerstep.rounds.relay import (
+    ANSWER_SECONDS,
+    DIGEST_BYTES,
+    RELAY_SECONDS,
+    RELAY_SECONDS_PER_PEER,
+    build_list,
+    digest_of,
+)
 from peerstep.rounds.requests import JoinRequests, Request
 
 logger = get_logger(__name__)
@@ -335,12 +342,15 @@ class StepMatchmaking(Matchmaking):
         if message.gathered or len(digest) != DIGEST_BYTES:
             return message
         request = averaging_pb2.JoinRequest(schema_hash=self.schema_hash, gather=digest, group_key=step)
-        seconds = RELAY_SECONDS + RELAY_SECONDS_PER_PEER * len(self.roster)
+        seconds, loop = RELAY_SECONDS + RELAY_SECONDS_PER_PEER * len(self.roster), asyncio.get_running_loop()
         for parent in dict.fromkeys((*message.ordered_peer_ids[:2], leader.to_bytes())):
             with suppress(Exception):  # whatever it answers, the next one is asked
                 stub = self._servicer_type.get_stub(self._p2p, PeerID(parent), namespace=self._prefix)
-                async with asyncio.timeout(seconds), aclosing(await stub.rpc_join_group(request)) as stream:
-                    listed = await anext(stream)
+                async with asyncio.timeout(ANSWER_SECONDS) as patience:
+                    async with aclosing(await stub.rpc_join_group(request)) as stream:
+                        await anext(stream)  # it is there, and has the list or waits for it, too
+                        patience.reschedule(loop.time() + seconds)
+                        listed = await anext(stream)
                 if digest_of(listed) == digest:
                     return listed
         return None

@@ -106,10 +106,11 @@ class JoinRequests:
     ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
         """Answer a request to join the group of a step: with the group, or with the leader that this peer follows.
 
-        A request with a digest is one for the list of a group.
+        A request with a digest is one for the list of a group: this peer may have to wait for it, too.
         """
         is_small = request.ByteSize() <= MAX_REQUEST_BYTES  # it is kept while it waits
         if len(request.gather) == DIGEST_BYTES and is_small and peer_id in self.known.public_keys:
+            yield averaging_pb2.MessageFromLeader(code=averaging_pb2.ACCEPTED)
             yield await self.relay.answer(request.gather, peer_id)
             return
         code = self.refuse(request, peer_id)

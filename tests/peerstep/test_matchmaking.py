@@ -970,7 +970,7 @@ async def test_a_list_is_passed_on_to_peers_of_the_run_alone(clock):
     began = clock.now
     at_once = await asyncio.gather(*(codes_of(network, leader, member, asked) for _ in range(2)))
     assert refused == [averaging_pb2.PROTOCOL_VIOLATION]
-    assert at_once == [[averaging_pb2.GROUP_DISBANDED]] * 2
+    assert at_once == [[averaging_pb2.ACCEPTED, averaging_pb2.GROUP_DISBANDED]] * 2
     assert clock.now - began == pytest.approx(relay.HOLD_SECONDS, abs=0.1)
 
 
@@ -981,7 +981,8 @@ async def test_a_list_is_sent_once_to_each_of_its_members():
     digest = passed_on.keep(relay.build_list({peer_id: entry_of(peer_id, leader) for peer_id in (leader, member)}))
     asked = request(gather=digest)
     codes = [await codes_of(network, leader, peer_id, asked) for peer_id in (member, member, other)]
-    assert codes == [[averaging_pb2.BEGIN_ALLREDUCE], [averaging_pb2.GROUP_DISBANDED], [averaging_pb2.GROUP_DISBANDED]]
+    refused = [averaging_pb2.ACCEPTED, averaging_pb2.GROUP_DISBANDED]
+    assert codes == [[averaging_pb2.ACCEPTED, averaging_pb2.BEGIN_ALLREDUCE], refused, refused]
 
 
 async def test_a_large_request_for_a_list_is_not_held(clock):
@@ -1006,6 +1007,32 @@ async def test_a_silent_member_is_asked_once_for_a_list(monkeypatch, clock):
     assert_one_group(await network.find(ids, timeout=30.0), ids)
     assert asked and len({*asked}) == len(asked)
     assert clock.now < 1.5 * relay.RELAY_SECONDS
+
+
+@pytest.mark.usefixtures("small_tree")
+async def test_a_list_that_comes_late_is_awaited_but_not_from_a_silent_member(monkeypatch, clock):
+    """Each silent one cost as much as a slow one: among 256 trainers half of them asked the leader at last."""
+    monkeypatch.setattr(matchmaking, "RELAY_SECONDS", 6.0)
+    network, ids = make_network(9)
+    silent, slow = network.peers[ids[1]], network.peers[ids[2]].requests.relay
+    join, pass_on = silent.rpc_join_group, slow.answer
+
+    async def answer(asked: averaging_pb2.JoinRequest, context) -> AsyncIterator:
+        if len(asked.gather) == relay.DIGEST_BYTES:
+            await asyncio.sleep(math.inf)
+        async for message in join(asked, context):
+            yield message
+
+    async def answer_slowly(*asked) -> averaging_pb2.MessageFromLeader:
+        await asyncio.sleep(2.0)
+        return await pass_on(*asked)
+
+    monkeypatch.setattr(silent, "rpc_join_group", answer)
+    monkeypatch.setattr(slow, "answer", answer_slowly)
+    of_leader = network.peers[ids[0]].requests.relay
+    monkeypatch.setattr(of_leader, "answer", never)
+    assert_one_group(await network.find(ids, timeout=30.0), ids)
+    assert clock.now < 2 * (relay.ANSWER_SECONDS + 2.0)
 
 
 @pytest.mark.parametrize(("num_relays", "num_others"), [(48, 80), (192, 320), (3, 200), (1, 40)])
