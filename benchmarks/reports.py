@@ -33,6 +33,7 @@ from peerstep.reports.progress_report import PeerProgress
 from tests.support.dht_records import make_validators
 
 KEY = f"run_{own_node.PROGRESS}"
+MARKS = tuple((8 * step, os.urandom(6).hex()) for step in range(1, 9))  # all trainers have the same history
 
 
 class Protocol(own_node.DHTProtocol):
@@ -42,10 +43,9 @@ class Protocol(own_node.DHTProtocol):
     async def add_p2p_handlers(self, *_args, **_kwargs) -> None:
         self.nodes[self.p2p.peer_id] = self
 
-    def get_stub(self, peer: PeerID) -> SimpleNamespace:
-        return SimpleNamespace(
-            **{name: partial(self.call, peer, name) for name in ("rpc_ping", "rpc_find", "rpc_store")}
-        )
+    def get_stub(self, peer: PeerID) -> own_node.CheckedStub:
+        calls = {name: partial(self.call, peer, name) for name in ("rpc_ping", "rpc_find", "rpc_store")}
+        return own_node.CheckedStub(SimpleNamespace(**calls))
 
     async def call(self, peer: PeerID, name: str, request, timeout: float | None = None):
         answer = await getattr(self.nodes[peer], name)(request, P2PContext("", "", self.p2p.peer_id))
@@ -87,8 +87,7 @@ async def build_nodes(signers: list[RSAPrivateKey], rng: random.Random) -> tuple
 async def publish(nodes: list, subkeys: list[bytes], has_left: Callable[[int], bool]) -> None:
     for index, (node, subkey) in enumerate(zip(nodes, subkeys, strict=True)):
         if not has_left(index):
-            marks = tuple((8 * step, os.urandom(6).hex()) for step in range(1, 9))
-            report = PeerProgress(b"", time=run_time(), reported_at=run_time(), samples_per_second=1.5, marks=marks)
+            report = PeerProgress(b"", time=run_time(), reported_at=run_time(), samples_per_second=1.5, marks=MARKS)
             value = {**report.to_record(), "schema": "0" * 16}
             await node.store(KEY, value, run_time() + 120, subkey=subkey)
 

@@ -30,6 +30,7 @@ from peerstep.peer.node import (
     NUM_BUCKETS,
     bucket_of,
     close_relayed_connections,
+    compress,
     node_id_of,
     receive_raw_data,
 )
@@ -169,18 +170,43 @@ async def test_answer_with_too_many_names_is_dropped(monkeypatch, number, is_rea
     """To read 60,000 of them took 1.1 s of the processor."""
     names = [b"\x12\x20" + number.to_bytes(32) for number in range(number)]
     ids = [node_id_of(PeerID(name)).to_bytes() for name in names]
+    key = DHTID.generate("key")
     response = FindResponse(results=[FindResult(nearest_node_ids=ids, nearest_peer_ids=names)])
+    found = await find(monkeypatch, response, [key])
+    assert (found is not None) == is_read
+    assert found is None or len(found[key][1]) == number
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "end", "is_read"),
+    [(100, None, True), (2**22 // 3, None, True), (2**22 // 3 + 100, None, False), (2**24, None, False), (100, 50, False)],
+)
+async def test_compressed_answer_is_read_unless_it_is_damaged_or_too_large(monkeypatch, num_bytes, end, is_read):
+    """4 MB may become 4 GB. The largest is as long as a message may be, under all keys together."""
+    records = DictionaryDHTValue()
+    records.store(b"subkey", os.urandom(num_bytes - 50) if num_bytes < 200 else bytes(num_bytes - 50), run_time() + 60)
+    packed = MSGPackSerializer.dumps(records)
+    result = FindResult(type=FOUND_DICTIONARY, value=packed, expiration_time=run_time() + 60)
+    monkeypatch.setattr(node_module, "COMPRESSED_BYTES", 1)
+    compress(result)
+    result.value = result.value[:end]
+    keys = [DHTID.generate(number) for number in range(3)]
+    found = await find(monkeypatch, FindResponse(results=[result] * 3), keys)
+    assert (found is not None) == is_read
+    assert found is None or all(found[key][0].value.get(b"subkey") == records.get(b"subkey") for key in keys)
+
+
+async def find(monkeypatch, response: FindResponse, keys: list[DHTID]) -> dict | None:
+    """Return what a node makes of another one's answer."""
     stub = SimpleNamespace(rpc_ping=None, rpc_store=None, rpc_find=AsyncMock(return_value=response))
     monkeypatch.setattr(DHTProtocol, "get_stub", lambda protocol, peer: stub)
     protocol = node_module.DHTProtocol.__new__(node_module.DHTProtocol)
     protocol.rpc_semaphore, protocol.wait_timeout, protocol.routing_table = asyncio.Semaphore(), 1.0, MagicMock()
-    protocol.p2p, protocol.node_info = SimpleNamespace(peer_id=PeerID(names[0])), NodeInfo()
+    protocol.p2p, protocol.node_info = SimpleNamespace(peer_id=PeerID(b"\x12\x20" + bytes(32))), NodeInfo()
+    protocol.record_validator = None
     protocol.update_routing_table = protocol.call_ping = AsyncMock()
     protocol.routing_table.__contains__.return_value = True
-    key = DHTID.generate("key")
-    found = await protocol.call_find(PeerID(names[1]), [key])
-    assert (found is not None) == is_read
-    assert found is None or len(found[key][1]) == number
+    return await protocol.call_find(PeerID(b"\x12\x20" + b"1" * 32), keys)
 
 
 @pytest.mark.parametrize("is_new", [True, False])

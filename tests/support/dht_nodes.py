@@ -83,13 +83,10 @@ class Nodes:
             async def remove_p2p_handlers(self, *_args, **_kwargs) -> None:
                 nodes.local.pop(self.p2p.peer_id)
 
-            def get_stub(self, peer: PeerID) -> SimpleNamespace:
-                return SimpleNamespace(
-                    **{
-                        name: functools.partial(self.call, peer, name)
-                        for name in ("rpc_ping", "rpc_find", "rpc_store")
-                    }
-                )
+            def get_stub(self, peer: PeerID) -> own_node.CheckedStub:
+                names = ("rpc_ping", "rpc_find", "rpc_store")
+                calls = {name: functools.partial(self.call, peer, name) for name in names}
+                return own_node.CheckedStub(SimpleNamespace(**calls))
 
             async def call(self, peer: PeerID, name: str, request, timeout: float | None = None):
                 nodes.messages += 1
