@@ -11,6 +11,7 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+from cotrain.common.atomic_files import check_target, make_parent, new_folder
 from cotrain.common.flags import Flags, flag, format_size
 from cotrain.common.run_folder import find_checkpoint
 
@@ -35,15 +36,15 @@ def main() -> None:
 
     args, positional = ArgumentParser([ExportArguments], __doc__, POSITIONAL).parse().arguments
     checkpoint, out = find_checkpoint(Path(positional.CHECKPOINT)), Path(positional.OUT)
+    make_parent(out)
+    check_target(out, "OUT", args.overwrite, ("config.json",))  # before slow imports
     announce_imports()
     from transformers.utils.logging import set_verbosity_error
 
-    from cotrain.common.atomic_files import make_parent, new_folder
     from cotrain.monitoring.export import export, export_size
 
     set_verbosity_error()
     warnings.simplefilter("ignore")
-    make_parent(out)
     size, free = export_size(checkpoint), shutil.disk_usage(out.parent).free
     print(f"Writing {checkpoint} to {out}: {format_size(size)}; {format_size(free)} are free on that disk")
     if size > 0.99 * free:

@@ -31,9 +31,9 @@ from typing import Literal
 from cotrain.common.flags import ArgumentsError, Flags, flag, format_size, parse_size, require, require_apart
 from cotrain.common.progress_bar import ProgressBar
 from cotrain.common.run_folder import ADAPTERS
+from cotrain.common.weights import check_model, weight_files
 from cotrain.data.manifest import Manifest
 from cotrain.models.objectives import DEFAULT_OBJECTIVE, OBJECTIVES
-from cotrain.models.weights import weight_files
 from cotrain.options import DATASET_FOLDERS
 from cotrain.preparation.corpus import Corpus, Source, open_corpus, read_corpus
 from cotrain.settings import BASE_FOLDER
@@ -155,9 +155,8 @@ class TokenizationArguments(Flags, group="Tokenization"):
             names = ["config.json", *weight_files(Path(self.base))]
             lacking = ", ".join(name for name in names if not Path(self.base, name).is_file())
             what = f"--base: there is no model with config.json and model.safetensors in '{self.base}'"
-            has_adapters = Path(self.base, ADAPTERS).is_file()
-            remedy = "it has adapters; merge them with ./export_model.py, and pass the new folder"
-            require(not lacking, f"{what}: {remedy if has_adapters else f'it lacks {lacking:.200}'}")
+            require(not lacking or Path(self.base, ADAPTERS).is_file(), f"{what}: it lacks {lacking:.200}")
+            check_model("--base", Path(self.base))
         if self.dataset_config_name is None and self.dataset_name.endswith("wikitext"):
             self.dataset_config_name = "wikitext-103-v1"
         if self.dataset_name in ("bookcorpus", "bookcorpus/bookcorpus"):

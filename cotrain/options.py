@@ -25,6 +25,7 @@ from cotrain.common.flags import (
     require_apart,
     split_peers,
 )
+from cotrain.common.weights import check_model
 from cotrain.settings import Compression, Hyperparameters, ModelSettings, RunSettings, StepSettings
 
 # Of prepared data. The second is for WikiText and ALBERT, as in hivemind's example; older versions used it for all.
@@ -162,6 +163,8 @@ class ModelOptions(ModelSettings):
         name = self.model_name_or_path
         is_there = not name.startswith((".", "/", "~")) or Path(name).exists()
         require(is_there, f"--model_name_or_path: there is no file or folder '{name}'; pass its path")
+        if self.from_pretrained and Path(name).is_dir():
+            check_model("--model_name_or_path", Path(name))
         if self.task is not None:
             require(Path(self.task).is_file(), f"--task: there is no file '{self.task}'; pass its path")
 

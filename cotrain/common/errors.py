@@ -2,6 +2,7 @@
 
 import errno
 import io
+import json
 import os
 import re
 import sys
@@ -64,6 +65,8 @@ def require_packages(arguments: Iterable[object]) -> None:
 
 def first_line(error: BaseException, limit: int | None = 200) -> str:
     """Return the first line of an error's message, at most `limit` characters; its class if there is no message."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"line {error.lineno} is not valid JSON"
     message = re.sub(r"\[Errno -?\d+\] ", "", str(error))
     return next(iter(message.strip().splitlines()), type(error).__name__)[:limit]
 

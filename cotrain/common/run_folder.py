@@ -14,11 +14,9 @@ import time
 from pathlib import Path
 from urllib.parse import quote
 
-from safetensors import SafetensorError, safe_open
-
 from cotrain.common.errors import UserError
 from cotrain.common.json_file import write_json
-from cotrain.common.stand_ins import find_stand_in
+from cotrain.common.stand_ins import find_damage
 
 logger = logging.getLogger(__name__)
 
@@ -92,23 +90,14 @@ def find_checkpoint(folder: Path) -> Path:
 
 def _find_fault(folder: Path) -> str | None:
     """Return what is missing or damaged in the folder of a model; None if nothing is."""
-    path = folder
     try:
         has_config = any((folder / name).is_file() for name in ("config.json", ADAPTERS))
         has_tokenizer = (folder / "tokenizer_config.json").is_file()
         if not (has_config and has_tokenizer and any(folder.glob("*model.safetensors*"))):
             return f"there is no complete checkpoint in '{folder}'"
-        for path in folder.iterdir():
-            if path.suffix == ".json":
-                json.loads(path.read_bytes())
-            elif path.suffix == ".safetensors":
-                path.open().close()  # safetensors would say that a file without permission is not there
-                safe_open(path, framework="np")  # compares the size with the list of tensors
+        return next(filter(None, map(find_damage, folder.iterdir())), None)
     except OSError as error:
-        return f"'{path}' cannot be read ({error.strerror or error})"
-    except (ValueError, SafetensorError):
-        return f"'{path}' is {': '.join(find_stand_in(path) or ('damaged or incomplete',))}"
-    return None
+        return f"'{folder}' cannot be read ({error.strerror or error})"
 
 
 def _folder_name(run_id: str) -> str:

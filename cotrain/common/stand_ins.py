@@ -1,7 +1,10 @@
 """Files that stand in for the one that is meant: a web page or an error that a download saved, a pointer."""
 
+import json
 import re
 from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
 
 _AGAIN = "open it to read why, and download the file again"
 # Beginning of the name and the content, a line each, in any case -> what it is, what to do
@@ -24,3 +27,18 @@ def find_stand_in(path: Path) -> tuple[str, str] | None:
     says = "".join(filter(str.isprintable, " ".join(" ".join(_SAYS.findall(text)[:1]).split())))[:80]
     is_meant = not what or path.suffix.lower() in (".html", ".htm", ".xhtml")
     return None if is_meant else (f"{what} ('{says}')" if says else what, remedy)
+
+
+def find_damage(path: Path) -> str | None:
+    """Return what is wrong with a .json or .safetensors file, of which only the list of tensors is read, or None."""
+    try:
+        if path.suffix == ".json":
+            json.loads(path.read_bytes())
+        elif path.suffix == ".safetensors":
+            path.open("rb").close()  # safetensors would say that a file without permission is not there
+            safe_open(path, framework="np")  # compares the size with the list of tensors
+    except OSError as error:
+        return f"'{path}' cannot be read ({error.strerror or error})"
+    except (ValueError, SafetensorError):
+        return f"'{path}' is {': '.join(find_stand_in(path) or ('damaged or incomplete',))}"
+    return None

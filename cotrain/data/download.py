@@ -26,6 +26,7 @@ from cotrain.common.flags import format_size
 from cotrain.common.hosts import MAX_DOWNLOAD_BYTES, GuardedAdapter
 from cotrain.common.progress_bar import ProgressBar
 from cotrain.common.stand_ins import find_stand_in
+from cotrain.common.weights import weight_files
 from cotrain.data.archive import (
     DATASET,
     LARGE,
@@ -48,7 +49,6 @@ from cotrain.data.archive_folders import (
 )
 from cotrain.data.loading import check_dataset, check_samples, open_samples
 from cotrain.data.manifest import Manifest, Shard
-from cotrain.models.weights import weight_files
 from cotrain.options import Adopted, DataOptions, ModelOptions
 from cotrain.settings import BASE_FOLDER
 

@@ -19,12 +19,12 @@ from transformers.utils import cached_file
 from cotrain.common.errors import UserError, first_line
 from cotrain.common.run_folder import ADAPTERS
 from cotrain.common.stand_ins import find_stand_in
+from cotrain.common.weights import weight_files
 from cotrain.models.config import is_inline
 from cotrain.models.device import supports_bf16
 from cotrain.models.hub import ADAPTED, build_hub_options, fetch_files
 from cotrain.models.model import get_model_class, get_objective, set_special_tokens, try_model
 from cotrain.models.objectives import OBJECTIVES
-from cotrain.models.weights import weight_files
 from cotrain.options import Adopted, ModelOptions
 
 SAMPLED = 1024  # elements at the beginning of each tensor that the digest covers

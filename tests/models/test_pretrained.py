@@ -77,7 +77,9 @@ def test_index_names_no_file_elsewhere(private, where):
     (folder / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
     index = {"weight_map": {"transformer.wte.weight": where.format(private=private)}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-    with pytest.raises(UserError, match="--from_pretrained: no weights that fit at 'data/model'") as error:
+    with pytest.raises(
+        UserError, match="no weights that fit at 'data/model'|' is damaged, or no index of files"
+    ) as error:
         load("data/model")
     assert "\n" not in str(error.value)
 
@@ -117,7 +119,7 @@ def test_pointer_of_git_lfs_is_named(tmp_path):
     """It was "Error while deserializing header: header too large"."""
     save_model(tmp_path / "model", 0.25)
     (tmp_path / "model/model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:2264")
-    with pytest.raises(UserError, match="model.safetensors is a pointer of Git LFS: run git lfs pull"):
+    with pytest.raises(UserError, match="model.safetensors' is a pointer of Git LFS: run git lfs pull"):
         load(str(tmp_path / "model"), lora_rank=4)
 
 

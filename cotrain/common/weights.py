@@ -3,7 +3,9 @@
 import json
 from pathlib import Path
 
-from cotrain.common.flags import ArgumentsError
+from cotrain.common.flags import ArgumentsError, require
+from cotrain.common.run_folder import ADAPTERS
+from cotrain.common.stand_ins import find_damage
 
 
 def weight_files(folder: Path) -> list[str]:
@@ -16,3 +18,11 @@ def weight_files(folder: Path) -> list[str]:
         return [index.with_name(name).name for name in names]  # raises ValueError for what is in another folder
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ArgumentsError(f"'{index}' is damaged, or no index of files beside it; copy the model again") from None
+
+
+def check_model(flag: str, folder: Path) -> None:
+    """Raise ArgumentsError if a folder has adapters instead of a model, or its files are damaged. It may lack some."""
+    remedy = "merge them with ./export_model.py, or remove them"
+    require(not (folder / ADAPTERS).is_file(), f"{flag}: '{folder}' has adapters: {remedy}")
+    for file in filter(Path.is_file, (folder / name for name in ("config.json", *weight_files(folder)))):
+        require((damage := find_damage(file)) is None, f"{flag}: {damage}; copy the model again")
