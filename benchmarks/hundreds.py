@@ -17,6 +17,7 @@ import statistics
 import sys
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,7 +43,7 @@ from tests.support.simulated_time import LeapingClock
 STEP_SECONDS, ROUND_SECONDS, CHURN = 60.0, 5.0, 0.1
 UP, DOWN, THIN = 14.7e6 / 8, 112e6 / 8, 3.0  # bytes per second, and how much less a thin line has
 STREAM_BYTES = 600  # to open a stream on an open connection, and to close it
-READ_BYTES = 1800  # of a read of the reports, for each trainer
+READ_BYTES = 1200  # of a read of the reports, for each trainer
 SLOWEST, FASTEST, MEAN_RATE = 12.0, 2.0, 0.179  # seconds of a local step; samples per second, the mean of 1 / seconds
 
 
@@ -103,6 +104,7 @@ class Peer:
             min_matchmaking_time=run.options.matchmaking_time, request_timeout=3.0, client_mode=self.client_mode,
         )  # fmt: skip
         self.samples, self.step, self.search = 0, 0, None
+        self.has_read = asyncio.Event()  # since its step thread has looked: that looks ten times a second
 
     # As a DHT
 
@@ -139,6 +141,7 @@ class Peer:
                 tracker.begin_read()
             if tracker._pending is not None and tracker.finish_read():
                 self.update_roster()
+                self.has_read.set()
             await asyncio.sleep(0.1 if tracker._pending is None else 0.05)
 
     def update_roster(self) -> None:
@@ -162,7 +165,9 @@ class Peer:
             if self.search is not None and (seconds <= 0 or self.search[1].done()):
                 await self.take_step(step)
             else:
-                await asyncio.sleep(min(max(0.1, seconds / 4), 5.0))
+                self.has_read.clear()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self.has_read.wait(), min(max(0.1, seconds / 4), 5.0))
 
     async def take_step(self, step: int) -> None:
         control, search = self.search
@@ -186,6 +191,9 @@ class Peer:
             number = len(group.peer_ids) if not self.client_mode else 0
             self.count("streams", "sent", STREAM_BYTES * reducers, reducers)
             self.count("streams", "received", STREAM_BYTES * number, number)
+            silent = {peer_id for peer_id in group.peer_ids if self.run.by_id[peer_id].is_silent} - {self.peer_id}
+            ends = {"confirming": group.peer_ids, "refusing": ()}  # nobody reaches a silent one as a reducer either
+            self.matchmaking.conduct.record_round(self.matchmaking.led_by, group.peer_ids, silent=silent, **ends)
             until = clock.now + ROUND_SECONDS
             while clock.now < until:
                 if clock.now >= next_look:
