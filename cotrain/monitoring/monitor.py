@@ -290,6 +290,7 @@ class TrainingMonitor:
         for late in self.aggregator.late:
             name = self.contributors.find_name(late.peer)
             logger.info(f"Step #{late.step}: {late.samples} more samples of {name}, reported late")
+            self._leaders_shown_at = min(self._leaders_shown_at, self.contributors.step - 1)  # show them at the end
         self.contributors.count(self.aggregator.late)
         if reports or self.aggregator.late:
             self.contributors.save()

@@ -201,6 +201,16 @@ def test_samples_that_are_reported_late_are_on_the_leaderboard(tmp_path, stored,
     assert [row["samples"] for row in saved] == [3 * 32] * (1 + (samples > 0))
 
 
+def test_last_leaderboard_has_what_was_reported_late(tmp_path, stored, finish, caplog):
+    monitor = make_monitor(tmp_path, settle_time=0.0, interval=1)
+    for step, peers in ((1, ("one", "late")), (2, ("one",)), (2, ("late",))):
+        publish(stored, step, *peers)
+        monitor.refresh()
+    finish(monitor)
+    boards = [message.split()[0] for message in caplog.messages if "samples in all" in message]
+    assert boards == ["64", "96", "128"], caplog.text
+
+
 def test_repeated_steps_get_a_second_line(tmp_path, stored, caplog):
     monitor = make_monitor(tmp_path, settle_time=1.0)
     for key, steps in ((b"killed", range(1, 17)), (b"revived", range(15, 19))):
