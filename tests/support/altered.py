@@ -10,6 +10,9 @@ DOWNLOAD_SECONDS  more seconds for each download of the training state, as on a 
 CLOCK             seconds by which this machine's clock is ahead, or a file with that number, which may change
 ATTACK            how the trainer attacks its run, see attacks.py
 PAUSE             the script pauses in the middle of its first checkpoint until a signal has arrived
+
+Trainers ask for revocations every 5 s instead of 30. The last one that is stopped waits 2 s instead of 20 for a
+monitor to save its step: tests/training/test_session.py simulates that wait.
 """
 
 import importlib
@@ -33,6 +36,8 @@ from cotrain.common.signals import StopSignal
 
 IN_THE_MIDDLE = "Half a checkpoint is written"
 DHT_REQUESTS = ("call_ping", "call_store", "call_find")
+REVOCATION_SECONDS = 5.0
+LAST_STEP_SECONDS = 2.0
 
 
 class Recorder:
@@ -127,6 +132,14 @@ def slow_down_downloads(seconds: float, recorder: Recorder | None) -> None:
     TrainingStateAverager.download_state = download_state
 
 
+def shorten_waits() -> None:
+    from cotrain.admission.admission import Admission
+    from cotrain.training import session
+
+    Admission.REFRESH_PERIOD = REVOCATION_SECONDS
+    session.LAST_STEP_SECONDS = LAST_STEP_SECONDS
+
+
 def set_clock(ahead: str) -> None:
     """Let the clock of this process, and of those forked from it, be ahead.
 
@@ -164,6 +177,7 @@ def alter(train: Callable) -> Callable:
     @wraps(train)
     def altered_train(*args, **kwargs) -> None:
         recorder = Recorder(Path(os.environ["RECORD"])) if "RECORD" in os.environ else None
+        shorten_waits()
         set_pace(float(os.environ.get("PACE", "0")))
         if recorder is not None:
             record(recorder)
