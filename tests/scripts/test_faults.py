@@ -142,7 +142,7 @@ def test_death_of_an_averager_is_noticed(scripts):
 def test_killed_monitor_is_found_again_and_loses_no_step(scripts):
     monitor = scripts.monitor("--save_checkpoint_step_interval", 2)
     address = monitor.address
-    common = ("--initial_peers", address, *steps_of(seconds=4, num_trainers=1))
+    common = ("--initial_peers", address, *steps_of(seconds=2, num_trainers=1))
     trainer = scripts.trainer("trainer", *common)
     trainer.wait_for(r"Step #2\b", 120)
     monitor.kill()

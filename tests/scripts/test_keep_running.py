@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.support.looped import make_loop
-from tests.support.peers import LONG_STEPS, wait_until
+from tests.support.peers import steps_of, wait_until
 from tests.support.processes import ROOT
 
 # A command that notes each of its starts, and then ends or hangs.
@@ -58,7 +58,7 @@ def test_what_is_started_again(tmp_path, ends, starts):
 def test_trainer_comes_back_as_the_same_peer(scripts):
     """First it is killed, then its p2p daemon. Nothing is left of either, and Ctrl-C ends the loop."""
     monitor = scripts.monitor()
-    common = ("--initial_peers", monitor.address, *LONG_STEPS)
+    common = ("--initial_peers", monitor.address, *steps_of(seconds=2.5, num_trainers=2))
     stays = scripts.trainer("stays", *common)
     stays.wait_for(r"\bStep #")
     loop = scripts.trainer("restarts", *common, "--dataloader_num_workers", 1, wrappers=["tests/support/looped.py"])

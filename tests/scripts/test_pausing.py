@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 
 from cotrain.common.json_file import write_json
-from tests.support.peers import LONG_STEPS, Script, read_jsonl, wait_until
+from tests.support.peers import Script, read_jsonl, steps_of, wait_until
 
 TOGETHER = "Averaged gradients with 2 peers"
 # Averaged parameters mark the history of a run: with a common mark, a trainer needs no download after a pause.
-FLAGS = (*LONG_STEPS, "--learning_rate", 0.01, "--average_state_every", 1)
+FLAGS = (*steps_of(seconds=2.5, num_trainers=2), "--learning_rate", 0.01, "--average_state_every", 1)
 
 
 def call(scripts, name: str, flag: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from cotrain.models.config import CONFIGS
-from tests.support.peers import ALTERED, LOCAL, Script, reserve_maddr, wait_until
+from tests.support.peers import ALTERED, LOCAL, PACE, Script, reserve_maddr, wait_until
 
 
 def start_run(scripts, dataset_url: str, *flags: object) -> tuple[Script, Callable[..., Script]]:
@@ -39,7 +39,7 @@ def start_run(scripts, dataset_url: str, *flags: object) -> tuple[Script, Callab
             ALTERED, "run_trainer.py", "--initial_peers", address,
             "--host_maddrs", LOCAL, "--output_dir", folder / name,
             "--dataset_path", folder / name / "data", "--tokenizer_path", folder / name / "tokenizer", *flags,
-            log=name, env={"PACE": "0.5"},
+            log=name, env={"PACE": str(PACE)},
         )  # fmt: skip
 
     return monitor, volunteer
