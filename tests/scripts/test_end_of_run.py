@@ -9,13 +9,17 @@ ENDED = "Step #2 is the last of the schedule: the run has ended."
 
 
 def test_run_of_three_ends_at_its_last_step(scripts):
-    """Bob is slower. Carol joins only when the run has ended. The evaluator evaluates the last step."""
+    """Bob is slower, and states no schedule. Carol joins when the run has ended. The evaluator takes the last step.
+
+    A service starts alice again after a reboot, when all are gone. Without the last step she tries again later.
+    """
     schedule = ("--total_steps", 2, "--warmup_steps", 0)
     monitor = scripts.monitor("--run_id", "short", *schedule, "--refresh_period", 5)
-    peers = ("--run_id", "short", "--initial_peers", monitor.address, *schedule)
+    joins = ("--run_id", "short", "--initial_peers", monitor.address)
+    peers = (*joins, *schedule)
     trainers = [
-        scripts.trainer(name, *peers, *LONG_STEPS, "--username", name, pace=pace)
-        for name, pace in (("alice", 0.25), ("bob", 0.5))
+        scripts.trainer(name, *flags, *LONG_STEPS, "--username", name, pace=pace)
+        for name, flags, pace in (("alice", peers, 0.25), ("bob", joins, 0.5))
     ]
     evaluator = scripts.start(
         "run_evaluator.py", *peers, "--tokenizer_path", scripts.data / "tokenizer", "--dataset_path",
@@ -43,15 +47,8 @@ def test_run_of_three_ends_at_its_last_step(scripts):
     assert [record["step"] for record in read_jsonl(scripts.folder / "monitor/metrics.jsonl")] == [1, 2]
     assert read_jsonl(scripts.folder / "evaluator/evaluations.jsonl")[-1]["step"] == 2
 
-
-def test_restarted_trainer_of_a_finished_run_whose_peers_are_gone_ends(scripts):
-    """A service starts it again after a reboot. Without the last step it tries again later."""
-    monitor = scripts.monitor("--run_id", "short", "--total_steps", 1, "--warmup_steps", 0, "--target_batch_size", 64)
-    flags = ("--initial_peers", monitor.address, "--run_id", "short", "--bootstrap_timeout", 4)
-    alice = scripts.trainer("alice", *flags)
-    assert alice.wait() == monitor.wait() == 0, alice.output + monitor.output
-    again = scripts.trainer("alice", *flags)
-    assert again.wait() == 0 and "Step #1 is the last of the schedule: the run has ended." in again.output
+    again = scripts.trainer("alice", *joins, "--bootstrap_timeout", 4)
+    assert again.wait() == 0 and ENDED in again.output
     newest = list_checkpoints(scripts.folder / "alice")[0]
     newest.rename(newest.with_name("moved"))
-    assert scripts.trainer("alice", *flags).wait() == 75
+    assert scripts.trainer("alice", *joins, "--bootstrap_timeout", 4).wait() == 75
