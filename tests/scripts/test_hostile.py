@@ -113,29 +113,26 @@ def attack(run: Run, name: str) -> None:
 
 
 @pytest.mark.early
-def test_hostile_records_stop_neither_trainers_nor_monitor(scripts):
-    """Their writer knows one address. Such records brought a run from 29 rounds a minute to 0."""
-    run = Run(scripts)
+def test_large_join_requests_and_then_hostile_records_stop_neither_trainers_nor_monitor(scripts):
+    """A leader sent requests of 4 MB on, in a message that no member accepted. In half of the rounds, one was alone.
+
+    The writer of the records knows one address. Such records brought a run from 29 rounds a minute to 0.
+    """
+    run, since = Run(scripts), time.time()
+    attack(run, "flood_requests")
+    assert run.count_together(since) >= 0.8
+
     hostile = start_outsider(run, "records")
     run.check(hostile, least=0.8)
     newcomer = scripts.trainer("newcomer", *run.common)
     newcomer.wait_for("Loaded the state of step #")
     newcomer.wait_for(r"Averaged gradients with [34] peers")
-    hostile.wait_for("attacked [34] trainers")
     step = int(newcomer.wait_for(r"\bStep #(\d+)")[1])
     run.monitor.wait_for(rf"Step #{step}\t")
     records = scripts.metrics()
     assert [record["step"] for record in records] == list(range(1, len(records) + 1)), "none lost, false or repeated"
     assert all(5 < record["loss"] < 8 for record in records)
     assert list_checkpoints(scripts.folder / "monitor"), run.monitor.output
-
-
-@pytest.mark.early
-def test_join_requests_of_four_megabytes_stop_no_round(scripts):
-    """A leader sent them on to all members, in a message that none accepted. In half of the rounds, one was alone."""
-    run, since = Run(scripts), time.time()
-    attack(run, "flood_requests")
-    assert run.count_together(since) >= 0.8
 
 
 @pytest.mark.long
