@@ -2,12 +2,15 @@
 
 import signal
 
+import pytest
+
 from cotrain.training.checkpoints import list_checkpoints
 from tests.support.peers import LONG_STEPS, join_together, read_jsonl
 
 ENDED = "Step #2 is the last of the schedule: the run has ended."
 
 
+@pytest.mark.early
 def test_run_of_three_ends_at_its_last_step(scripts):
     """Bob is slower, and states no schedule. Carol joins when the run has ended. The evaluator takes the last step.
 

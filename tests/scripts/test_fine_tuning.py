@@ -2,6 +2,7 @@
 
 import contextlib
 
+import pytest
 from peft import AutoPeftModelForCausalLM
 
 from cotrain.data.archive import file_sha256
@@ -16,6 +17,7 @@ SETTINGS = ("--lora_rank", 4, "--optimizer", "adamw", "--adam_epsilon", 1e-8, "-
             "--warmup_steps", 0, "--target_batch_size", 64, "--metadata_expiration", 10)  # fmt: skip
 
 
+@pytest.mark.early
 def test_unequal_peers_fine_tune_one_base(tmp_path, launcher):
     """The second trainer comes later, is slower, has another training loop, and is killed and started again."""
     prepare_data(tmp_path / "data", "clm", VOCAB_SIZE, launcher=launcher)

@@ -177,6 +177,7 @@ def norm_of_newest_checkpoint(run: Run) -> float:
     return sum(float(tensor.norm()) ** 2 for tensor in load_file(path / "model.safetensors").values()) ** 0.5
 
 
+@pytest.mark.early
 def test_three_liars_at_once_change_no_model_and_stop_no_round(scripts):
     """A node that hides records, a leader of false groups, and a donor of a false state beside three honest trainers.
 

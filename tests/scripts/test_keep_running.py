@@ -55,6 +55,7 @@ def test_what_is_started_again(tmp_path, ends, starts):
 
 
 @pytest.mark.peers
+@pytest.mark.early
 def test_trainer_comes_back_as_the_same_peer(scripts):
     """First it is killed, then its p2p daemon. Nothing is left of either, and Ctrl-C ends the loop."""
     monitor = scripts.monitor()

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from cotrain.data.archive import file_sha256
 from peerstep.reports.records import get_dictionary
@@ -47,6 +48,7 @@ def all_bytes(folder: Path) -> bytes:
     return b"".join(file.read_bytes() for file in folder.rglob("*") if file.is_file())
 
 
+@pytest.mark.early
 def test_own_text_is_learnt_and_stays_at_home(tmp_path, launcher):
     """The two have other topics and an archive without samples; the second is slower. Nothing of a text leaves."""
     archive = prepare_run(tmp_path, launcher)

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 from cotrain.tasks.task_loading import build_initial_model, read_task
@@ -35,6 +36,7 @@ def newest_checkpoint(folder: Path) -> int:
     return max((int(path.name.rpartition("-")[2]) for path in list_checkpoints(folder)), default=0)
 
 
+@pytest.mark.early
 def test_digits_survive_the_loss_of_all_trainers_and_are_learnt_as_by_one_process(scripts):
     """The second trainer comes later, is slower, and has a training loop of its own."""
     settings = ("--task", DIGITS, "--target_batch_size", TARGET, "--optimizer", "adamw", "--adam_epsilon", 1e-8,

@@ -5,6 +5,7 @@ import re
 import signal
 import socket
 
+import pytest
 import requests
 
 from tests.support.peers import Scripts, reserve_maddr, steps_of, wait_until
@@ -12,6 +13,7 @@ from tests.support.peers import Scripts, reserve_maddr, steps_of, wait_until
 STEPS = steps_of(seconds=4, num_trainers=1)
 
 
+@pytest.mark.early
 def test_monitor_serves_a_page_that_ends_with_it(scripts, tmp_path, data):
     """The monitor is killed once, and then stopped. It alone has trackio, and is not forked."""
     port, address = (reserve_maddr().rpartition("/")[2] for _ in range(2))

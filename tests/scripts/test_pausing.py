@@ -6,6 +6,8 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from cotrain.common.json_file import write_json
 from tests.support.peers import Script, read_jsonl, steps_of, wait_until
 
@@ -36,6 +38,7 @@ def wait_again(trainer: Script, what: str, before: int) -> None:
     wait_until(lambda: trainer.output.count(what) > before, 240, f"'{what}' once more")
 
 
+@pytest.mark.early
 def test_paused_trainer_costs_the_other_nothing_and_continues_without_a_download(scripts):
     """The slower one pauses, continues, pauses again and is stopped by Ctrl-C."""
     monitor, record = scripts.monitor("--run_id", "albert", *FLAGS), scripts.folder / "events.jsonl"

@@ -85,6 +85,7 @@ def test_volunteers_take_all_settings_from_the_run(scripts, dataset_url, tmp_pat
         assert "Traceback" not in trainer.output
 
 
+@pytest.mark.early
 def test_a_second_monitor_needs_the_address_alone(scripts, dataset_url):
     """It stands in for the first one, also after a restart, and signs nothing."""
     first, volunteer = start_run(scripts, dataset_url, "--refresh_period", 1)
