@@ -137,8 +137,10 @@ class CheckpointKeeper:
             self.backoff.reset()
             self.on_saved(state.step)
         except Exception as error:
-            self.backoff.fail(first_line(error))
-            logger.warning(f"Could not save step #{min_step} or later. {first_line(error)}; trying again later")
+            fault = getattr(error, "strerror", None) or first_line(error)  # without a temporary file's name
+            if fault != self.backoff.fault:
+                logger.warning(f"Could not save step #{min_step} or later. {fault}; trying again later")
+            self.backoff.fail(fault)
 
     @property
     def is_running(self) -> bool:

@@ -8,6 +8,7 @@ Readers never see an incomplete checkpoint. A failed write leaves the previous c
 
 import itertools
 import json
+import os
 import shutil
 import time
 from dataclasses import dataclass
@@ -121,9 +122,9 @@ def rotate_checkpoints(newest: Path, keep: int, keep_hourly: int = 0) -> None:
     if later:
         names = ", ".join(f"{path.name} as {_set_aside(path).name}" for path in later)
         logger.warning(f"The run has gone back to step #{step_of(newest)}: set aside {names} in '{newest.parent}'")
-    complete = [path for path in list_checkpoints(newest.parent) if (path / STATE_FILE).is_file()]
+    complete = [path for path in list_checkpoints(newest.parent) if os.path.isfile(path / STATE_FILE)]
     first = {(path / STATE_FILE).stat().st_mtime // 3600: path for path in complete[keep:]}  # of each hour, by step
-    left = [path for path in newest.parent.glob("checkpoint-*.*") if (path / STATE_FILE).is_file()]
+    left = [path for path in newest.parent.glob("checkpoint-*.*") if os.path.isfile(path / STATE_FILE)]
     left.sort(key=lambda path: path.suffix, reverse=True)  # the time at which it was set aside
     superfluous = set(complete[keep:]).difference(list(first.values())[:keep_hourly])
     for path in [*superfluous, *left[keep + keep_hourly :]]:

@@ -1,6 +1,8 @@
 """The records that trainers publish and the monitor reads."""
 
+import errno
 import json
+import os
 import threading
 from collections.abc import Callable, Collection, Hashable
 from types import SimpleNamespace
@@ -294,6 +296,41 @@ def test_a_break_does_not_delay_the_next_checkpoint(tmp_path, monkeypatch):
     assert refresh(60, {"client"}) == [0, 30], "the next session"
     refresh(1800, {"client"})
     assert refresh(60, {"client", "reachable"}) == [0, 30]
+    keeper.close()
+
+
+def test_a_full_disk_is_named_once(tmp_path, monkeypatch, caplog):
+    """There was a warning at each attempt, with the name of a temporary file."""
+    keeper = make_keeper(tmp_path, FakeAverager(step=5))
+    full = (OSError(errno.ENOSPC, "No space left on device", f".checkpoint-5.{number}.new") for number in range(4))
+    with monkeypatch.context() as patched:
+        patched.setattr(monitor_module.checkpoints, "save_checkpoint", Mock(side_effect=full))
+        for _ in range(3):
+            keeper.save(5, 9)
+    warning = "Could not save step #5 or later. No space left on device; trying again later"
+    assert [message for message in caplog.messages if "save" in message] == [warning]
+    keeper.save(5, 9)
+    with monkeypatch.context() as patched:
+        patched.setattr(monitor_module.checkpoints, "save_checkpoint", Mock(side_effect=full))
+        keeper.save(5, 9)
+    assert [message for message in caplog.messages if "save" in message] == [warning, warning], "full again"
+    keeper.close()
+
+
+def test_an_unreadable_checkpoint_delays_no_other(tmp_path, monkeypatch, caplog):
+    """Each save ended with "Could not save", and the next one waited for five minutes."""
+    stat, unreadable = os.stat, tmp_path / "checkpoint-3"
+    unreadable.mkdir()
+
+    def read(path, **options):
+        if str(path).startswith(f"{unreadable}/"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", read)
+    keeper = make_keeper(tmp_path, FakeAverager(step=5))
+    keeper.save(5, 9)
+    assert keeper.backoff.failures == 0 and unreadable.is_dir() and "Could not save" not in caplog.text
     keeper.close()
 
 
