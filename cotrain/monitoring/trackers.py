@@ -8,6 +8,7 @@ values could not be read back with the pinned packages.
 """
 
 import contextlib
+import itertools
 import logging
 import os
 import queue
@@ -35,7 +36,6 @@ logger = logging.getLogger(__name__)
 PLOT_ORDER = "loss,validation loss,performance,alive peers,samples"
 ADDRESS = "{host}?project={project}&smoothing=0"
 WANDB_TIMEOUT = 30.0  # seconds for wandb to connect, before it records offline
-LOCKED_TRIES = 20  # of 10 to 30 s each, while another program, such as a backup, keeps trackio's database locked
 SERVER_TIMEOUT = 5.0  # seconds for a trackio server to answer, before one warning
 FINISH_TIMEOUT = 30.0  # seconds for wandb to upload the remaining values
 # A factor between the steps of two tables: a run of 125 000 steps has 250 leaderboards, not 25 000 of 8 KB each.
@@ -197,14 +197,13 @@ def show_command(folder: Path, project: str) -> str:
 
 
 def write_patiently(write: Callable[..., None], *args: object, **options: object) -> None:
-    """Call trackio's write to its database LOCKED_TRIES times: trackio drops the steps after the first."""
-    for number in range(1, LOCKED_TRIES):
+    """Call trackio's write to its database until it succeeds: trackio drops the steps. Further ones queue up."""
+    for number in itertools.count():
         with contextlib.suppress(sqlite3.OperationalError, OSError):
             return write(*args, **options)
-        if number == 1:
-            logger.warning("trackio's database is in use by another program: the page gets the steps later")
+        if number == 0:
+            logger.warning("trackio's database is in use, or its disk is full: the page gets the steps later")
         time.sleep(1)
-    write(*args, **options)
 
 
 class ProjectTrackioTracker(TrackioTracker):
