@@ -11,7 +11,7 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-from cotrain.common.atomic_files import check_target, make_parent, new_folder
+from cotrain.common.atomic_files import check_target, new_folder
 from cotrain.common.flags import Flags, flag, format_size
 from cotrain.common.run_folder import find_checkpoint
 
@@ -36,8 +36,8 @@ def main() -> None:
 
     args, positional = ArgumentParser([ExportArguments], __doc__, POSITIONAL).parse().arguments
     checkpoint, out = find_checkpoint(Path(positional.CHECKPOINT)), Path(positional.OUT)
-    make_parent(out)
     check_target(out, "OUT", args.overwrite, ("config.json",))  # before slow imports
+    out.parent.mkdir(parents=True, exist_ok=True)
     announce_imports()
     from transformers.utils.logging import set_verbosity_error
 

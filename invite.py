@@ -13,7 +13,7 @@ belong to one run; keep that file secret.
 revokes all invitations of alice; the monitor passes the list on to all peers.
 """
 
-from cotrain.common.errors import UserError, announce_imports, run_script  # isort: skip
+from cotrain.common.errors import UserError, announce_imports, require_writable, run_script  # isort: skip
 import sys
 from dataclasses import MISSING, dataclass
 from pathlib import Path
@@ -61,14 +61,15 @@ def main() -> None:
 
 
 def invite(args: InvitationArguments) -> None:
+    output = Path(args.output)
+    if output.exists():
+        raise UserError(f"--output: '{output}' already exists and may be in use; choose another name")
+    require_writable(output.parent, "--output")
     announce_imports()
     from cotrain.admission.invitations import load_identity, make_invitation, save_invitation
     from cotrain.admission.revocations import record_invitation
     from cotrain.status.status import format_duration
 
-    output = Path(args.output)
-    if output.exists():
-        raise UserError(f"--output: '{output}' already exists and may be in use; choose another name")
     authority_path = Path(args.authority)
     is_new = not authority_path.exists()
     authority = load_identity(authority_path, "--authority")

@@ -8,7 +8,7 @@ Run it on a machine that others can reach; it needs no GPU:
 It prints the --initial_peers with which trainers join, and tells them the settings of the run.
 """
 
-from cotrain.common.errors import UserError, announce_imports, require_packages, run_script  # isort: skip
+from cotrain.common.errors import UserError, announce_imports, require_packages, require_writable, run_script  # isort: skip
 import logging
 import os
 import time
@@ -117,9 +117,10 @@ def main() -> None:
 
         line = ArgumentParser(ARGUMENTS, __doc__).parse()
         require_packages(line.arguments)
-        _, run_args, peer_args = line.arguments
+        args, run_args, peer_args = line.arguments
+        require_writable(Path(args.output_dir), "--output_dir")
         if not peer_args.initial_peers:
-            run_args.require_stated(line.stated)
+            run_args.check_tokenizer(line.stated)
         announce_imports()
         from cotrain.peer.adoption import find_run_config
 

@@ -10,7 +10,7 @@
 ./tokenize_wikitext103.py --objective chat --tokenizer … --without_samples --archive run.tar.gz     # for --own_data
 """
 
-from cotrain.common.errors import announce_imports, run_script  # isort: skip
+from cotrain.common.errors import announce_imports, require_writable, run_script  # isort: skip
 import contextlib
 import glob
 import hashlib
@@ -28,6 +28,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
+from cotrain.common.atomic_files import check_target
 from cotrain.common.flags import ArgumentsError, Flags, flag, format_size, parse_size, require, require_apart
 from cotrain.common.progress_bar import ProgressBar
 from cotrain.common.run_folder import ADAPTERS
@@ -172,6 +173,10 @@ def main() -> None:
     if not sys.stderr.isatty():
         os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # they write hundreds of lines into a log
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: an exception, which removes temporary files
+    if args.archive is not None:
+        check_target(Path(args.archive), "--archive", args.overwrite)
+    require_writable(Path(args.output_path).parent, "--output_path")
+    require_writable(Path(args.cache_dir or "."), "--cache_dir")
     announce_imports()
     from cotrain.data.archive import DATASET, TOKENIZER, unpack_head, write_archive
     from cotrain.data.archive_folders import write_receipt
@@ -220,7 +225,7 @@ def open_work(args: TokenizationArguments) -> Iterator[Path]:
 
 def prepare(args: TokenizationArguments) -> Manifest:
     """Make dataset, tokenizer and manifest, or shards."""
-    from cotrain.common.atomic_files import check_target, new_folder
+    from cotrain.common.atomic_files import new_folder
     from cotrain.models.vocabulary import tokenizer_sha256, vocabulary_size
     from cotrain.preparation.lost_text import check_losses
     from cotrain.preparation.packing import PackingConfig
@@ -228,8 +233,6 @@ def prepare(args: TokenizationArguments) -> Manifest:
 
     # Fail early: check outputs first, then inputs.
     part_chars = math.inf
-    if args.archive is not None:
-        check_target(Path(args.archive), "--archive", args.overwrite)
     if args.shard_size is not None:
         part_chars = parse_size("--shard_size", args.shard_size) / BYTES_PER_CHARACTER
     path = Path(args.tokenizer_path)

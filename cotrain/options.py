@@ -1,8 +1,12 @@
 """What one machine decides about its part in a run, as values; the flags for them are in arguments.py, with help."""
 
+import base64
 import glob
 import hashlib
+import json
 import os
+import re
+import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv6Address
@@ -25,6 +29,7 @@ from cotrain.common.flags import (
     require_apart,
     split_peers,
 )
+from cotrain.common.stand_ins import find_damage
 from cotrain.common.weights import check_model
 from cotrain.settings import Compression, Hyperparameters, ModelSettings, RunSettings, StepSettings
 
@@ -32,6 +37,19 @@ from cotrain.settings import Compression, Hyperparameters, ModelSettings, RunSet
 DATASET_FOLDERS = ("data/tokenized", "data/albert_tokenized_wikitext")
 DEFAULT_BATCH_SIZE = 4  # of a micro-batch on a CPU
 DEFAULT_ACCUMULATION = 2  # micro-batches of a local step
+
+
+def _check_invitation(path: str) -> None:
+    """Raise ArgumentsError if a file is no invitation, or has expired. Its signature is checked later."""
+    remedy = "ask the organiser of the run for another"
+    require(Path(path).is_file(), f"--invitation: there is no file '{path}'; pass the file of the organiser")
+    try:
+        token = base64.b64decode(json.loads(Path(path).read_text(encoding="utf-8-sig"))["token"])
+    except (ValueError, LookupError, TypeError):
+        raise ArgumentsError(f"--invitation: '{path}' is not an invitation; {remedy}") from None
+    end = re.search(rb"\x1a.(\d{1,12}\.\d*)", token)  # field 3 of hivemind's AccessToken
+    if end is not None and float(end[1]) <= time.time():
+        raise ArgumentsError(f"--invitation: '{path}' has expired, if this machine's clock is right; {remedy}")
 
 
 @dataclass
@@ -65,8 +83,11 @@ class PeerOptions(RunSettings):
                 check_peer(f"--{name}", peer)
         if self.invitation is not None and self.identity_path is not None:
             raise ArgumentsError("--invitation contains an identity: drop --identity_path")
-        is_file = self.invitation is None or Path(self.invitation).is_file()
-        require(is_file, f"--invitation: there is no file '{self.invitation}'; pass the file of the organiser")
+        if self.invitation is not None:
+            _check_invitation(self.invitation)
+        if self.identity_path is not None and (path := Path(self.identity_path)).exists():
+            is_key = path.is_file() and path.read_bytes().startswith(b"\x08\x00\x12")  # libp2p's RSA
+            require(is_key, f"--identity_path: '{path}' is not a peer's private key; remove it, or pass another")
         if self.use_ipfs and any("/tcp/" in peer for peer in self.initial_peers):
             raise ArgumentsError("--use_ipfs needs no host and port: pass only the /p2p/XXXX part in --initial_peers")
         require(self.use_auto_relay or not self.trusted_relays, "--trusted_relays also needs --use_auto_relay")
@@ -173,8 +194,11 @@ class ModelOptions(ModelSettings):
         """Whether the tokenizer of a language model is neither on this machine nor in an archive to download."""
         return self.task is None and self.dataset_url is None and not Path(self.tokenizer_path).is_dir()
 
-    def require_stated(self, stated: Collection[str]) -> None:
-        """Raise UserError if the folder of the tokenizer is among the flags that were stated, and is not there."""
+    def check_tokenizer(self, stated: Collection[str]) -> None:
+        """Raise UserError if the folder of the tokenizer is damaged, or was stated and is not there."""
+        files = () if self.task or self.dataset_url else Path(self.tokenizer_path).glob("*.json")
+        for damage in filter(None, map(find_damage, files)):
+            raise UserError(f"--tokenizer_path: {damage}; pass one that ./tokenize_wikitext103.py wrote")
         if self.lacks_tokenizer and "tokenizer_path" in stated:
             remedy = "run ./tokenize_wikitext103.py, or pass --dataset_url, or --initial_peers to join a run"
             raise UserError(f"--tokenizer_path: there is no folder '{self.tokenizer_path}'; {remedy}")

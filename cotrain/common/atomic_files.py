@@ -16,7 +16,7 @@ from pathlib import Path
 
 from filelock import lock_descriptor
 
-from cotrain.common.errors import UserError
+from cotrain.common.errors import UserError, require_writable
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,7 @@ def check_target(target: Path, flag: str, overwrite: bool = False, replaceable: 
     :param replaceable: file names; for a folder. An existing folder is replaced only if it contains one of them, so
         that --overwrite with a mistyped path cannot delete a home directory
     """
+    require_writable(target.resolve().parent, flag)
     if target.is_dir() and replaceable:
         if not any(target.iterdir()):
             return
@@ -84,18 +85,10 @@ def _locked(folder: Path) -> Iterator[bool]:
         os.close(descriptor)
 
 
-def make_parent(target: Path) -> None:
-    """Create the parent folder of `target`; raise UserError if a part of its path is a file."""
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise UserError(f"'{target.parent}' is not a folder; choose another path") from None
-
-
 @contextlib.contextmanager
 def temporary_folder(target: Path) -> Iterator[Path]:
     """Yield an empty hidden folder beside `target`; remove it at the end unless it has been renamed."""
-    make_parent(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(target.parent, glob.escape(target.name))
     folder = _hidden_name(target, "new")
     folder.mkdir()

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterable
@@ -61,6 +62,14 @@ def require_packages(arguments: Iterable[object]) -> None:
             value = getattr(args, implying, None)
             what = f"--{flag} {name}" if value is None else f"--{implying} {value}"
             raise UserError(f"{what}: {describe(ModuleNotFoundError(name=name))}")
+
+
+def require_writable(folder: Path, flag: str) -> None:
+    """Raise UserError, naming the flag, if no file can be made in a folder, or in its nearest parent that exists."""
+    try:
+        tempfile.TemporaryFile(dir=next(filter(Path.exists, (folder, *folder.parents)))).close()
+    except OSError as error:
+        raise UserError(f"{flag}: no file can be written in '{folder}' ({error.strerror}); choose another") from None
 
 
 def first_line(error: BaseException, limit: int | None = 200) -> str:

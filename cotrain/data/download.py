@@ -20,8 +20,8 @@ import urllib3
 from filelock import FileLock, Timeout
 from urllib3.util import Retry
 
-from cotrain.common.atomic_files import check_target, make_parent, new_file, new_folder
-from cotrain.common.errors import TemporaryError, UserError, first_line
+from cotrain.common.atomic_files import check_target, new_file, new_folder
+from cotrain.common.errors import TemporaryError, UserError, first_line, require_writable
 from cotrain.common.flags import format_size
 from cotrain.common.hosts import MAX_DOWNLOAD_BYTES, GuardedAdapter
 from cotrain.common.progress_bar import ProgressBar
@@ -93,7 +93,8 @@ def fetch_data(args: ModelOptions, adopted: Adopted, disable_tqdm: bool = False,
     places = find_folders(args)
     folder = next(iter(places.values()))[1].resolve()
     if _find_missing(args, has_weights) or any(find_foreign_archive(path, args) for _, path in places.values()):
-        make_parent(folder)
+        require_writable(folder.parent, f"--{next(iter(places.values()))[0]}")
+        folder.parent.mkdir(parents=True, exist_ok=True)
         try:
             _fetch_alone(args, adopted, folder, disable_tqdm, has_weights)
         except OSError as error:

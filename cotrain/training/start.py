@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cotrain.common.alerts import Alerts, announced_end
-from cotrain.common.errors import TemporaryError, UserError, announce_imports, require_packages
+from cotrain.common.errors import TemporaryError, UserError, announce_imports, require_packages, require_writable
 from cotrain.common.run_folder import list_checkpoints, step_of
 from cotrain.common.signals import StopSignal
 from cotrain.data.manifest import Manifest
@@ -46,6 +46,7 @@ def start_trainer(
 
             sys.exit(check_trainer(command_line, stop))
         require_packages(command_line.arguments)  # before a file is written
+        require_writable(Path(args.training.output_dir), "--output_dir")
         require_run(command_line, args)
         announce_imports()
         with recorded_start(Path(args.training.output_dir)):
@@ -65,8 +66,9 @@ def start_trainer(
 
 def require_run(command_line: "CommandLine", args: TrainerOptions) -> None:
     """Raise UserError if there is neither a run to join nor the data of a new one."""
+    if not args.collaboration.initial_peers:
+        args.dataset.check_tokenizer(command_line.stated)
     if not args.collaboration.initial_peers and args.dataset.lacks_tokenizer:
-        args.dataset.require_stated(command_line.stated)
         raise UserError(
             "--initial_peers is missing: pass the address that the monitor or a trainer of the run prints. To "
             "begin a run, prepare its data first with ./tokenize_wikitext103.py, or pass --dataset_url"

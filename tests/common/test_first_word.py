@@ -13,6 +13,7 @@ from tests.support.processes import ROOT
 PEER = "/ip4/127.0.0.1/tcp/9/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 MODEL = {"config.json": b"{}", "tokenizer_config.json": b"{}", "model.safetensors": b"\2" + bytes(7) + b"{}"}
 DATA = ["--tokenizer_path", ".", "--dataset_path", "nowhere"]
+UNWRITABLE = "/proc/nowhere"  # for root, too
 LINE = r"{script}: loading PyTorch and other libraries .*\n"
 
 
@@ -101,10 +102,45 @@ def test_script_speaks_while_its_flags_take_long(tmp_path):
         ("run_custom_trainer.py", DATA, "--dataset_path: there is no folder 'nowhere'; create the data with "),
         ("run_custom_trainer.py", ["--tokenizer_path", "nowhere"], "--tokenizer_path: there is no folder 'nowhere'"),
         ("run_training_monitor.py", ["--tokenizer_path", "nowhere"], "--tokenizer_path: there is no folder 'nowhere'"),
+        *(
+            (script, ["--output_dir", UNWRITABLE, *args], f"--output_dir: no file can be written in '{UNWRITABLE}' (")
+            for script, args in (
+                ("run_trainer.py", ["--initial_peers", PEER]),
+                ("run_custom_trainer.py", ["--initial_peers", PEER]),
+                ("run_training_monitor.py", []),
+                ("run_evaluator.py", ["--initial_peers", PEER]),
+            )
+        ),
+        ("export_model.py", ["model", f"{UNWRITABLE}/out"], "OUT: no file can be written in '/proc/nowhere' ("),
+        (
+            "tokenize_wikitext103.py",
+            ["--sample", "--archive", "/proc/a.tar.gz"],
+            "--archive: no file can be written in ",
+        ),
+        (
+            "tokenize_wikitext103.py",
+            ["--sample", "--output_path", "/proc/a"],
+            "--output_path: no file can be written in ",
+        ),
+        ("invite.py", ["--username", "a", "--output", "/proc/a"], "--output: no file can be written in '/proc' ("),
+        ("invite.py", ["--username", "a", "--output", "torch.py"], "--output: 'torch.py' already exists"),
+        ("run_trainer.py", ["--invitation", "torch.py"], "--invitation: 'torch.py' is not an invitation; ask "),
+        (
+            "run_training_monitor.py",
+            ["--identity_path", "torch.py"],
+            "'torch.py' is not a peer's private key; remove it",
+        ),
+        ("run_trainer.py", ["--tokenizer_path", "damaged"], "tokenizer.json' is damaged or incomplete"),
+        ("run_training_monitor.py", ["--tokenizer_path", "damaged"], "tokenizer.json' is damaged or incomplete"),
     ],
 )
 @pytest.mark.programs
-def test_missing_file_is_named_without_torch(tmp_path, script, args, words):
+def test_fault_of_a_file_is_named_without_torch(tmp_path, script, args, words):
+    for name in ("model", "damaged"):
+        (tmp_path / name).mkdir()
+    for name, text in MODEL.items():
+        (tmp_path / "model" / name).write_bytes(text)
+    (tmp_path / "damaged/tokenizer.json").write_text("{", encoding="utf-8")
     stop = "raise AssertionError('a slow library')\n"
     process = start(script, tmp_path, dict.fromkeys(("torch", "hivemind"), stop), *args)
     _, stderr = process.communicate(timeout=120)

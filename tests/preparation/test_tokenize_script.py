@@ -385,7 +385,7 @@ HUB = {"sample": False, "train_tokenizer": False}
     ("flags", "message"),
     [
         ({}, "is a single document"),
-        ({"output_path": "text.txt/dataset"}, "is not a folder"),
+        ({"output_path": "text.txt/dataset"}, r"--output_path: .*text.txt' \(Not a directory\); choose another"),
         ({"output_path": "thesis", "overwrite": True}, "--output_path: .* contains other files"),
         ({"dataset_name": "bookcorpus"}, r"found bookcorpus\.py; pass --dataset_revision refs/convert/parquet"),
         (HUB, f"'Salesforce/wikitext wikitext-103-v1' .*reach None; .* {HINT}"),

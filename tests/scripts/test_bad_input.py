@@ -91,8 +91,8 @@ SHORT = {**TINY_ALBERT, "max_position_embeddings": 16}
         (lambda data, _: {"task": "nowhere.py", "code": 2}, "--task nowhere.py"),
         (lambda data, _: {"seq_length": 64}, "--seq_length 64"),
         (lambda data, _: {"target_batch_size": 7, "per_device_train_batch_size": 4}, "--target_batch_size 7 8"),
-        (lambda data, tmp: {"identity_path": write(tmp / "bad.key", "garbage")}, "--identity_path bad.key"),
-        (lambda data, tmp: {"identity_path": tmp}, "--identity_path is not a peer's private key"),
+        (lambda data, tmp: {"identity_path": write(tmp / "bad.key", "garbage"), "code": 2}, "--identity_path bad.key"),
+        (lambda data, tmp: {"identity_path": tmp, "code": 2}, "--identity_path is not a peer's private key"),
         # A wrong token was found only after the data had been downloaded, which takes minutes.
         (lambda data, _: {"tunnel": "ngrok", "model_name_or_path": "gpt3"}, TOKEN),
         (lambda data, _: {"script": run_custom_trainer, "tunnel": "ngrok", "model_name_or_path": "gpt3"}, TOKEN),
