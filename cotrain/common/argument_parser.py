@@ -113,11 +113,11 @@ def read_settings(path: str) -> Iterator[tuple[str, list[str] | str]]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        remedy = "write lines such as 'run_id: my-albert', without tabs"
         what = ": ".join(filter(None, (error.context, error.problem)))
-        raise ArgumentsError(f"the file is not YAML: {where}{what}; {remedy}") from None
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ArgumentsError(f"the file is not YAML: {error}") from None
+        fault = "a tab: write spaces" if r"'\t'" in what else f"{what}; write lines such as 'run_id: my-albert'"
+        raise ArgumentsError(f"the file is not YAML: {where}{fault}") from None
+    except (yaml.YAMLError, RecursionError):
+        raise ArgumentsError("the file is not YAML: it is not text in UTF-8, or has hundreds of brackets") from None
     require(isinstance(root, yaml.MappingNode), "the file must have lines such as 'run_id: my-albert'")
     for key, value in root.value:
         require(isinstance(key, yaml.ScalarNode), "a name is nested: write lines such as 'run_id: my-albert'")

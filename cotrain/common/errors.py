@@ -76,6 +76,8 @@ def first_line(error: BaseException, limit: int | None = 200) -> str:
     """Return the first line of an error's message, at most `limit` characters; its class if there is no message."""
     if isinstance(error, json.JSONDecodeError):
         return f"line {error.lineno} is not valid JSON"
+    if isinstance(error, KeyError):
+        return f"{error} is missing"
     message = re.sub(r"\[Errno -?\d+\] ", "", str(error))
     return next(iter(message.strip().splitlines()), type(error).__name__)[:limit]
 

@@ -51,7 +51,8 @@ class JsonFile:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             kept = self.path.with_name(f"{self.path.name}.old")
             self.path.replace(kept)
-            logger.warning(f"Starting without {self.path}, renamed to {kept.name}: {first_line(error)}")
+            reason = "a value is missing, or of another type" if isinstance(error, TypeError) else first_line(error)
+            logger.warning(f"Starting without {self.path}, renamed to {kept.name}: {reason}")
             return None
 
     def save(self, content: object) -> None:

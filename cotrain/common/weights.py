@@ -25,4 +25,5 @@ def check_model(flag: str, folder: Path) -> None:
     remedy = "merge them with ./export_model.py, or remove them"
     require(not (folder / ADAPTERS).is_file(), f"{flag}: '{folder}' has adapters: {remedy}")
     for file in filter(Path.is_file, (folder / name for name in ("config.json", *weight_files(folder)))):
-        require((damage := find_damage(file)) is None, f"{flag}: {damage}; copy the model again")
+        damage = find_damage(file)
+        require(damage is None, f"{flag}: {damage}{'; copy the model again' * ('incomplete' in str(damage))}")

@@ -71,7 +71,9 @@ class Manifest:
                 raise ValueError("it has too many shards, or two with the same number")
             return cls(**content, shards=shards)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise UserError(f"--dataset_path: '{path}' cannot be read ({first_line(error)}); {REMEDY}") from error
+            names = ", ".join(re.findall(r"'\w+'", str(error)))
+            reason = f"missing or unexpected: {names}" if isinstance(error, TypeError) else first_line(error)
+            raise UserError(f"--dataset_path: '{path}' cannot be read ({reason}); {REMEDY}") from error
 
     def save(self, dataset_path: str | Path) -> None:
         text = json.dumps(asdict(self), indent=2) + "\n"

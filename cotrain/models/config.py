@@ -89,6 +89,7 @@ def read_fields(
         remedy += ", ".join(sorted(path.stem for path in CONFIGS.glob("*.json")))
         is_here = is_inline(name) or file.exists()
         reason = first_line(error) if is_here else "the Hub does not answer, or has no model of that name"
+        reason = "it has no config.json" if file.is_dir() and not (file / "config.json").is_file() else reason
         raise UserError(f"{flag}: no model configuration at '{name:.200}' ({reason}); {remedy}") from None
     if not (isinstance(model_type, str) and (classes := find_model_classes(model_type))):
         what = "those that transformers builds for causal or masked language modelling, such as llama or modernbert"

@@ -9,6 +9,7 @@ import platform
 import re
 import shutil
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator
 from functools import cache, partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 import charset_normalizer
 import datasets
 import fsspec
+import pyarrow
 
 from cotrain.common.errors import UserError, first_line
 from cotrain.common.hub_cache import is_silent
@@ -156,8 +158,12 @@ def _explain(name: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # of any kind: zlib's, pyarrow's, pandas', Unicode's, the system's
-        reason = " ".join(str(error.__cause__ or error).split())[:200]
-        remedy = "repair it, leave it out, or pass its --encoding"
+        cause, remedy = error.__cause__ or error, "repair it, leave it out, or pass its --encoding"
+        reason = " ".join(first_line(cause).split())
+        if isinstance(cause, EOFError | zlib.error | zipfile.BadZipFile | pyarrow.ArrowInvalid):
+            reason, remedy = "it is cut off, damaged or of another kind than its name says", "copy it again"
+        elif isinstance(cause, UnicodeDecodeError):
+            reason = f"its byte 0x{cause.object[cause.start]:02x} is not {cause.encoding}"
         raise UserError(f"'{name}' cannot be read ({reason}); {remedy}") from error
 
 

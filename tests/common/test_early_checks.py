@@ -11,6 +11,9 @@ import export_model
 from cotrain.admission.invitations import load_identity, make_invitation, save_invitation
 from cotrain.common.errors import UserError, first_line
 from cotrain.common.flags import ArgumentsError
+from cotrain.common.json_file import JsonFile
+from cotrain.data.manifest import Manifest
+from cotrain.models.config import read_fields
 from cotrain.options import PeerOptions
 from run_training_monitor import RunArguments
 from tokenize_wikitext103 import TokenizationArguments
@@ -85,3 +88,37 @@ def test_an_expired_invitation_is_named_with_the_clock(tmp_path, days, is_valid)
 def test_a_key_that_the_peer_wrote_is_taken(tmp_path):
     load_identity(path := tmp_path / "identity.key")
     assert PeerOptions(identity_path=str(path)).identity_path == str(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("model.safetensors", "git lfs pull$"), ("config.json", "copy the model")]
+)
+def test_one_remedy_is_named(tmp_path, name, words):
+    """It said "run git lfs pull; copy the model again"."""
+    base = write_base(tmp_path / "base", name, POINTER if "lfs" in words else b"{")
+    with pytest.raises(ArgumentsError, match=words):
+        RunArguments(lora_rank=4, model_name_or_path=base)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({}, "'format_version' is missing"),
+        ({"format_version": 1}, "missing or unexpected: 'source', .*'splits'"),
+        ([], "missing or unexpected: "),
+    ],
+)
+def test_content_of_another_kind_is_named_without_the_words_of_python(tmp_path, caplog, content, words):
+    """It was "'format_version'", and "Manifest.__init__() missing 10 required positional arguments"."""
+    (tmp_path / "manifest.json").write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(UserError, match=rf"manifest.json' cannot be read \({words}\)"):
+        Manifest.load(tmp_path)
+    JsonFile(tmp_path / "manifest.json").load(lambda found: Manifest(**found, source=found["format_version"]))
+    words = words if "format_version" in words else "a value is missing, or of another type"
+    assert f"renamed to manifest.json.old: {words}" in caplog.text
+
+
+def test_a_folder_without_a_configuration_is_named(tmp_path):
+    """It said "('model_type')"."""
+    with pytest.raises(UserError, match=r"no model configuration at '.*' \(it has no config.json\); pass a "):
+        read_fields(str(tmp_path))

@@ -234,7 +234,7 @@ def test_base_that_lacks_weights_is_not_packed(tmp_path, kind):
         ({"samples": 2**40}, "invalid name"),
         ({"more": 1}, "more"),
         ({"name": "other-00001.tar.gz"}, "two with the same number"),
-        ({"name": 1}, "expected string"),
+        ({"name": 1}, "unexpected: 'int'"),
         (10_001, "too many shards"),
         ("{", "cannot be read"),
         ("[]", "cannot be read"),
