@@ -76,7 +76,7 @@ class PeerOptions(RunSettings):
         read_webhook(self.webhook_file)
         for name in ("initial_peers", "trusted_relays"):
             values = getattr(self, name)
-            peers = [peer for value in values for peer in split_peers(value)]
+            peers = split_peers(" ".join(values))
             setattr(self, name, peers)
             require(bool(peers) or not values, f"--{name} is empty: pass an address, or leave the flag out")
             for peer in peers:

@@ -194,9 +194,9 @@ def check_maddr(flag: str, maddr: str) -> dict[str, str]:
 
 
 def split_peers(text: str) -> list[str]:
-    """Return the addresses in a text that was copied from a chat or a log: with quotes, spaces, or the flag's name."""
-    words = (word.strip("'\"`“”„[]<>") for word in re.split(r"[\s,]+", text))
-    return [word for word in words if word not in ("", "--initial_peers")]
+    """Return the addresses in a text that was copied from a chat or a log: with quotes, line breaks, words before."""
+    words = [word.strip("'\"`“”„[]<>();.:\\") for word in re.split(r"[\s,]+", re.sub(r"(?<=/)\s+(?=\w)", "", text))]
+    return [word for word in words if "/" in word or ":" in word] or sorted({*words} - {"", "--initial_peers"})
 
 
 def endpoint_to_maddrs(flag: str, endpoint: str) -> list[str]:

@@ -103,7 +103,14 @@ def test_values_that_a_command_leads_to(script, command, expected):
 
 
 @pytest.mark.parametrize(
-    "pasted", [f"'{PEER}',\n“{OTHER}”\n", f"--initial_peers [{PEER}]  {OTHER}", f"{PEER},{OTHER},"]
+    "pasted",
+    [
+        f"'{PEER}',\n“{OTHER}”\n",
+        f"--initial_peers [{PEER}]  {OTHER}",
+        f"{PEER},{OTHER},",
+        f"Join us - all of you: ({PEER}); {OTHER}.",
+        f"initial_peers: {PEER.replace('/p2p/', '/p2p/' + chr(10))}\\ {OTHER}",
+    ],
 )
 def test_addresses_may_be_pasted_with_what_is_around_them(pasted):
     arguments = parse_arguments(SCRIPTS["run_trainer.py"], "a script", ["--initial_peers", pasted])
