@@ -26,12 +26,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import requests
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
+from safetensors.numpy import save_file
 
 from arguments import DatasetArguments, ModelArguments
 from cotrain.common.errors import UserError, describe
@@ -268,7 +270,7 @@ def large(host, folders, tmp_path_factory, monkeypatch) -> dict[str, Path]:
     """Host an archive that counts as large, with a base; return its folders."""
     base = tmp_path_factory.mktemp("base")
     (base / "config.json").write_text("{}", encoding="utf-8")
-    (base / "model.safetensors").write_bytes(random.Random(0).randbytes(3_000_000))
+    save_file({"x": np.frombuffer(random.Random(0).randbytes(3_000_000), np.uint8)}, base / "model.safetensors")
     monkeypatch.setattr(archive, "LARGE", 1e5)
     monkeypatch.setattr(fetch, "LARGE", 1e5)
     monkeypatch.setattr(fetch, "FIRST_LOOK", 1000)
