@@ -31,7 +31,7 @@ from cotrain.common.flags import Flags, flag
 from cotrain.common.json_file import read_records
 from peerstep.peer.processes import leave_with_parent
 
-SCRIPTS = Path(__file__).parent
+SCRIPTS = Path(__file__).resolve().parent
 COMMANDS_FILE = "commands.txt"  # also marks a folder that the next demo may replace
 
 # A core computes about 85 samples per second, so two trainers need about 3 seconds for a global step. One of these

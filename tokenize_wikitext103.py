@@ -41,7 +41,7 @@ from cotrain.settings import BASE_FOLDER
 
 # The rest is imported where it is used: datasets and transformers take seconds, for which --help need not wait.
 
-LANGUAGES = Path(__file__).parent / "cotrain/preparation/languages.txt"  # with sentences, by code
+LANGUAGES = Path(__file__).resolve().parent / "cotrain/preparation/languages.txt"  # with sentences, by code
 BYTES_PER_CHARACTER = 1.5  # of samples: 4.6 characters of English are a token of 7 bytes, for clm of 5
 LARGE = 1e9  # bytes of an archive, from which on shards shorten the start of a trainer
 

@@ -148,6 +148,15 @@ def test_fault_of_a_file_is_named_without_torch(tmp_path, script, args, words):
 
 
 @pytest.mark.programs
+def test_a_script_works_through_a_link(tmp_path):
+    """It looked for the list of languages beside the link."""
+    (tmp_path / "prepare.py").symlink_to(ROOT / "tokenize_wikitext103.py")
+    process = start(str(tmp_path / "prepare.py"), tmp_path, {}, "--sample", "--language", "xx")
+    _, stderr = process.communicate(timeout=120)
+    assert "--language 'xx' is not known" in stderr, stderr
+
+
+@pytest.mark.programs
 def test_an_interrupt_during_the_first_imports_shows_no_traceback(tmp_path):
     """The monitor's classes of flags take half a second, on a busy machine six, before `run_script`."""
     process = start(
