@@ -11,6 +11,7 @@ _AGAIN = "open it to read why, and download the file again"
 _STAND_INS = {
     r".*\.(part|partial|crdownload)\n": ("the part of a download", "wait for its end, or rename it if it is complete"),
     r".*\nversion https://git-lfs": ("a pointer of Git LFS", "run git lfs pull"),
+    r"(?!.*\.parquet\n).*\nPAR1": ("a Parquet file", "let its name end in .parquet"),
     r".*\n(<!doctype html|<html\b)": ("a web page", f"{_AGAIN}; if the page is meant, let its name end in .html"),
     r".*\n(<\?xml[^>]*>\s*)?<error>": ("an error of a web server", _AGAIN),
     r'.*\n(\{"error"[^\n]*\}|([\w:]+ ){0,2}not found|invalid username.*)\s*\Z': ("an error of a web server", _AGAIN),

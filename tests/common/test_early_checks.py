@@ -80,7 +80,7 @@ def test_damaged_json_is_named_by_its_line():
 def test_an_expired_invitation_is_named_with_the_clock(tmp_path, days, is_valid):
     """It took five CPU seconds. Its user may have a wrong clock."""
     save_invitation(make_invitation(RSAPrivateKey(), "alice 1.5", days), path := tmp_path / "alice.invitation")
-    words = "^--invitation: .* has expired, if this machine.s clock is right; ask the organiser"
+    words = "^--invitation: .* has expired by this machine.s clock; ask the organiser"
     with contextlib.nullcontext() if is_valid else pytest.raises(ArgumentsError, match=words):
         PeerOptions(invitation=str(path))
 

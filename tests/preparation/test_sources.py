@@ -204,6 +204,7 @@ S3_ERROR = b'<?xml version="1.0"?>\n<Error><Code>AccessDenied</Code><Message>Acc
         ({"a/t.jpg": b"\xff\xd8\xff\xe0\0" + bytes(range(256))}, "a", r"'t\.jpg' is not text \(image/jpeg\)"),
         ({"t.txt": "Всё. ".encode() * 40 + b"\xff" + "Всё. ".encode()}, "t.txt", "byte 0xff is not utf-8"),
         ({"t.txt.gz": gzip.compress(TEXT.encode())[:50]}, "t.txt.gz", r"'t\.txt\.gz' .* \(it is cut off, .*copy it"),
+        ({"t.jsonl": to_parquet({"text": ["a"]})}, "t.jsonl", r"is a Parquet file: let its name end in .parquet"),
         ({"t.parquet": b"PAR1"}, "t.parquet", r"'t\.parquet' .* of another kind than its name says\); copy it again"),
         ({"t.json": b'[{"text": "a"},\n {"text" "b"}]'}, "t.json", r"\(line 2 is not valid JSON\); repair"),
         ({"t.zip": to_zip(b"x", "a.txt", "b.txt")}, "t.zip", r"has several files; unpack it"),
