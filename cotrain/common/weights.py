@@ -26,4 +26,5 @@ def check_model(flag: str, folder: Path) -> None:
     require(not (folder / ADAPTERS).is_file(), f"{flag}: '{folder}' has adapters: {remedy}")
     for file in filter(Path.is_file, (folder / name for name in ("config.json", *weight_files(folder)))):
         damage = find_damage(file)
-        require(damage is None, f"{flag}: {damage}{'; copy the model again' * ('incomplete' in str(damage))}")
+        remedy = "; copy the model again" if "incomplete" in str(damage) else ""  # that for a pointer is in its words
+        require(damage is None, f"{flag}: {damage}{remedy}")

@@ -1,14 +1,12 @@
 """What is wrong with folders and files is said before the slow imports, by each script that reads them."""
 
-import contextlib
 import json
 import sys
 
 import pytest
-from hivemind.utils.crypto import RSAPrivateKey
 
 import export_model
-from cotrain.admission.invitations import load_identity, make_invitation, save_invitation
+from cotrain.admission.invitations import load_identity
 from cotrain.common.errors import UserError, first_line
 from cotrain.common.flags import ArgumentsError
 from cotrain.common.json_file import JsonFile
@@ -74,15 +72,6 @@ def test_damaged_json_is_named_by_its_line():
     with pytest.raises(ValueError, match="Expecting") as caught:
         json.loads('{"a":\n "b" "c"}')
     assert first_line(caught.value) == "line 2 is not valid JSON"
-
-
-@pytest.mark.parametrize(("days", "is_valid"), [(-1, False), (1, True)])
-def test_an_expired_invitation_is_named_with_the_clock(tmp_path, days, is_valid):
-    """It took five CPU seconds. Its user may have a wrong clock."""
-    save_invitation(make_invitation(RSAPrivateKey(), "alice 1.5", days), path := tmp_path / "alice.invitation")
-    words = "^--invitation: .* has expired by this machine.s clock; ask the organiser"
-    with contextlib.nullcontext() if is_valid else pytest.raises(ArgumentsError, match=words):
-        PeerOptions(invitation=str(path))
 
 
 def test_a_key_that_the_peer_wrote_is_taken(tmp_path):

@@ -179,7 +179,13 @@ async def test_answer_with_too_many_names_is_dropped(monkeypatch, number, is_rea
 
 @pytest.mark.parametrize(
     ("num_bytes", "end", "is_read"),
-    [(100, None, True), (2**22 // 3, None, True), (2**22 // 3 + 100, None, False), (2**24, None, False), (100, 50, False)],
+    [
+        (100, None, True),
+        (2**22 // 3, None, True),
+        (2**22 // 3 + 100, None, False),
+        (2**24, None, False),
+        (100, 50, False),
+    ],
 )
 async def test_compressed_answer_is_read_unless_it_is_damaged_or_too_large(monkeypatch, num_bytes, end, is_read):
     """4 MB may become 4 GB. The largest is as long as a message may be, under all keys together."""
