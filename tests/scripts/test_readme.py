@@ -121,8 +121,10 @@ def parse(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("src").mkdir()
     invitations = ("monitor.invitation", "alice.invitation")
-    for name in ("my_text.txt", "corpus.txt", "src/program.py", "chats.jsonl", "conversations.jsonl", *invitations):
+    for name in ("my_text.txt", "corpus.txt", "src/program.py", "chats.jsonl", "conversations.jsonl"):
         Path(name).touch()
+    for name in invitations:
+        Path(name).write_text('{"token": ""}', encoding="utf-8")
     for name in ("configs", "examples"):
         Path(name).symlink_to(ROOT / name)
     return parse_command
