@@ -64,8 +64,8 @@ def adopt(monkeypatch, tmp_path) -> Callable[[dict, str, list[str]], Entry]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("cotrain.common.hub_cache.probe", lambda *_args: True)
     Path("examples").symlink_to(ROOT / "examples")
-    for name in ("chats.jsonl", "alice.invitation"):
-        Path(name).touch()
+    Path("chats.jsonl").touch()
+    Path("alice.invitation").write_text('{"token": ""}', encoding="utf-8")
 
     def adopt(run: dict, script: str, words: list[str]) -> Entry:
         config = RunConfig.sign(run, ORGANISER)
