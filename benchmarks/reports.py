@@ -30,6 +30,7 @@ from peerstep.peer import node as own_node
 from peerstep.peer.clock import run_time
 from peerstep.progress.tracker import HEARTBEAT_SECONDS, SECONDS_PER_PEER
 from peerstep.reports.progress_report import PeerProgress
+from tests.support.dht_nodes import stub_without_network
 from tests.support.dht_records import make_validators
 
 KEY = f"run_{own_node.PROGRESS}"
@@ -44,8 +45,7 @@ class Protocol(own_node.DHTProtocol):
         self.nodes[self.p2p.peer_id] = self
 
     def get_stub(self, peer: PeerID) -> own_node.CheckedStub:
-        calls = {name: partial(self.call, peer, name) for name in ("rpc_ping", "rpc_find", "rpc_store")}
-        return own_node.CheckedStub(SimpleNamespace(**calls))
+        return stub_without_network(partial(self.call, peer))
 
     async def call(self, peer: PeerID, name: str, request, timeout: float | None = None):
         answer = await getattr(self.nodes[peer], name)(request, P2PContext("", "", self.p2p.peer_id))

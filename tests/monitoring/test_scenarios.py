@@ -40,7 +40,7 @@ def test_monitor_of_the_smaller_side_follows_the_run_to_a_lower_step(tmp_path):
 
 
 def test_false_donor_speaks_for_nobody(tmp_path):
-    """It trains as the others do, and offers a state two steps later. Everybody asked it first, each time."""
+    """The attacker claims that its state is two steps newer than it is. Each trainer asked it first, each time."""
     with MonitoredScenario(21, target_batch_size=160) as scenario:
         honest = [*add_trainers(scenario, 3), scenario.add(speed=0.5, uplink=5000.0)]
         attacker, monitor = scenario.add(speed=0.7), scenario.add_monitor(tmp_path)

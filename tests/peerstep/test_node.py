@@ -203,7 +203,7 @@ async def test_compressed_answer_is_read_unless_it_is_damaged_or_too_large(monke
 
 
 async def find(monkeypatch, response: FindResponse, keys: list[DHTID]) -> dict | None:
-    """Return what a node makes of another one's answer."""
+    """Return what a node reads in the answer of another node; None if it refuses the answer."""
     stub = SimpleNamespace(rpc_ping=None, rpc_store=None, rpc_find=AsyncMock(return_value=response))
     monkeypatch.setattr(DHTProtocol, "get_stub", lambda protocol, peer: stub)
     protocol = node_module.DHTProtocol.__new__(node_module.DHTProtocol)

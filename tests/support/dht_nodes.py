@@ -4,6 +4,7 @@ import asyncio
 import functools
 import heapq
 import os
+from collections.abc import Callable
 from types import SimpleNamespace
 
 from hivemind.dht import node as dht_node
@@ -27,6 +28,12 @@ HOST = {"host_maddrs": ["/ip4/127.0.0.1/tcp/0"], "use_relay": False, "use_auto_r
 def report(step: int) -> dict:
     record = PeerProgress(b"", epoch=step, completed=step, samples_accumulated=1, time=run_time()).to_record()
     return record | {"schema": "0" * 16, "reported_at": run_time()}
+
+
+def stub_without_network(call: Callable) -> own_node.CheckedStub:
+    """Return the stub of a node in this process. `call`: takes the name of a method and its request."""
+    calls = {name: functools.partial(call, name) for name in ("rpc_ping", "rpc_find", "rpc_store")}
+    return own_node.CheckedStub(SimpleNamespace(**calls))
 
 
 class Nodes:
@@ -84,9 +91,7 @@ class Nodes:
                 nodes.local.pop(self.p2p.peer_id)
 
             def get_stub(self, peer: PeerID) -> own_node.CheckedStub:
-                names = ("rpc_ping", "rpc_find", "rpc_store")
-                calls = {name: functools.partial(self.call, peer, name) for name in names}
-                return own_node.CheckedStub(SimpleNamespace(**calls))
+                return stub_without_network(functools.partial(self.call, peer))
 
             async def call(self, peer: PeerID, name: str, request, timeout: float | None = None):
                 nodes.messages += 1
