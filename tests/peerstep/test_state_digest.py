@@ -186,15 +186,15 @@ def test_only_members_vote(donors):
     assert all(value_of(newcomer.download_state()) == 1 for _ in range(5))
 
 
+async def be_silent(*_args, **_options):
+    raise P2PDaemonError("does not answer")
+
+
 def test_what_is_published_agrees_with_most_trainers_or_there_is_none(donors, monkeypatch):
     honest = [add_donor(donors, 7, 1.0, reported=7) for _ in range(3)]
     liar, monitor = add_donor(donors, 8, -1.0, reported=8), donors.add()
     monitor.must_agree = True
     assert all(value_of(monitor.download_state()) == 1 for _ in range(5))
-
-    async def be_silent(*_args, **_options):
-        raise P2PDaemonError("does not answer")
-
     for donor in honest:
         donor.behaviour = refuse  # they vote, but cannot be downloaded from
     assert monitor.download_state() is None
@@ -211,6 +211,29 @@ def test_what_is_published_agrees_with_most_trainers_or_there_is_none(donors, mo
     assert value_of(monitor.download_state()) == -1, "the only trainer"
     liar.allow_state_sharing = False
     assert monitor.download_state() is None
+
+
+def test_what_nobody_confirms_is_not_downloaded(donors):
+    """Two minutes of a thin line for a state that is thrown away, again and again, while its owner averages."""
+    donor, newcomer = add_donor(donors, 20, 1.0, reported=20), add_donor(donors, 20, 0.5, reported=20)
+    sent = []
+
+    async def count(messages):
+        sent.append(donor)
+        async for message in messages:
+            yield message
+
+    donor.behaviour = count
+    newcomer.allow_state_sharing, monitor = False, donors.add()
+    monitor.must_agree = True
+    assert monitor.download_state() is None and not sent
+    fill_parameters(newcomer, 1.0)
+    assert value_of(monitor.download_state()) == 1 and sent
+    sent.clear()
+    newcomer.rpc_compare_state = be_silent
+    assert monitor.download_state() is None and not sent
+    del donors.reports[newcomer.public_key]
+    assert value_of(monitor.download_state()) == 1, "the only trainer"
 
 
 def test_paused_trainer_has_no_say_in_later_states(donors):
