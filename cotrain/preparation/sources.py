@@ -3,6 +3,7 @@
 import codecs
 import contextlib
 import glob
+import lzma
 import mimetypes
 import os
 import platform
@@ -20,6 +21,7 @@ import charset_normalizer
 import datasets
 import fsspec
 import pyarrow
+from backports import zstd
 
 from cotrain.common.errors import UserError, first_line
 from cotrain.common.hub_cache import is_silent
@@ -33,6 +35,8 @@ from cotrain.preparation.tables import read_csv, read_dataset, read_json
 # Kinds of files by name, without .gz and the like; other files are text.
 _KINDS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".tsv": "csv"}
 READ_CHARS = 1_000_000  # read from a text file at a time
+# Errors of libraries that read a file which is cut off, or of another kind than its name says
+DAMAGED = EOFError, zlib.error, lzma.LZMAError, zstd.ZstdError, zipfile.BadZipFile, pyarrow.ArrowInvalid
 # Without the code pages of DOS and Macs, which charset-normalizer finds in short texts of any language
 _ENCODINGS = (
     "utf_16 utf_16_le utf_16_be cp1252 cp1250 cp1251 cp1253 cp1254 cp1255 cp1256 cp1257 cp1258 cp874 cp866 koi8_r "
@@ -160,7 +164,7 @@ def _explain(name: str) -> Iterator[None]:
     except Exception as error:  # of any kind: zlib's, pyarrow's, pandas', Unicode's, the system's
         cause, remedy = error.__cause__ or error, "repair it, leave it out, or pass its --encoding"
         reason = " ".join(first_line(cause).split())
-        if isinstance(cause, EOFError | zlib.error | zipfile.BadZipFile | pyarrow.ArrowInvalid):
+        if isinstance(cause, DAMAGED) or (isinstance(cause, OSError) and cause.errno is None):  # those of gzip, bz2
             reason, remedy = "it is cut off, damaged or of another kind than its name says", "copy it again"
         elif isinstance(cause, UnicodeDecodeError):
             reason = f"its byte 0x{cause.object[cause.start]:02x} is not {cause.encoding}"

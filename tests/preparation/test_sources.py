@@ -7,6 +7,7 @@ import io
 import json
 import lzma
 import os
+import random
 import tempfile
 import zipfile
 from dataclasses import replace
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-import zstandard
+from backports import zstd
 from pyarrow import parquet
 
 from cotrain.common.errors import UserError
@@ -79,7 +80,7 @@ def write(folder: Path, files: dict[str, bytes]) -> None:
         ("t.txt.gz", gzip.compress(TEXT.encode())),
         ("t.txt.bz2", bz2.compress(TEXT.encode())),
         ("t.md.xz", lzma.compress(TEXT.encode())),
-        ("t.txt.zst", zstandard.ZstdCompressor().compress(TEXT.encode())),
+        ("t.txt.zst", zstd.compress(TEXT.encode())),
         ("t.zip", to_zip(TEXT.encode(), "t.txt")),
         ("t.zip", to_zip(TEXT.encode(), "t.txt", "__MACOSX/._t.txt", ".DS_Store")),
         ("t.jsonl", JSONL.encode()),
@@ -87,7 +88,8 @@ def write(folder: Path, files: dict[str, bytes]) -> None:
         ("t.json", json.dumps({"text": {str(n): text for n, text in enumerate(DOCUMENTS)}}).encode()),
         ("t.json", json.dumps({"text": {str(n): text for n, text in enumerate(DOCUMENTS)}}, indent=1).encode()),
         ("t.jsonl.gz", gzip.compress(JSONL.encode())),
-        ("t.jsonl.zst", zstandard.ZstdCompressor().compress(JSONL.encode())),
+        ("t.jsonl.zst", zstd.compress(JSONL.encode())),
+        ("t.jsonl.zst", b"".join(zstd.compress(line.encode()) for line in JSONL.splitlines(keepends=True))),
         ("t.csv", CSV.encode()),
         ("t.csv", b"\xef\xbb\xbf" + CSV.encode()),
         ("t.csv.gz", gzip.compress(CSV.encode())),
@@ -204,6 +206,10 @@ S3_ERROR = b'<?xml version="1.0"?>\n<Error><Code>AccessDenied</Code><Message>Acc
         ({"a/t.jpg": b"\xff\xd8\xff\xe0\0" + bytes(range(256))}, "a", r"'t\.jpg' is not text \(image/jpeg\)"),
         ({"t.txt": "Всё. ".encode() * 40 + b"\xff" + "Всё. ".encode()}, "t.txt", "byte 0xff is not utf-8"),
         ({"t.txt.gz": gzip.compress(TEXT.encode())[:50]}, "t.txt.gz", r"'t\.txt\.gz' .* \(it is cut off, .*copy it"),
+        # Of a text of several blocks, the first half was taken for all
+        ({"t.txt.zst": zstd.compress(random.Random(0).randbytes(10**6).hex().encode())[: 10**6]}, "t.txt.zst", "cut off"),
+        *(({f"t.txt.{suffix}": TEXT.encode()}, f"t.txt.{suffix}", "of another kind than its name says")
+          for suffix in ("gz", "bz2", "xz", "zst")),
         ({"t.jsonl": to_parquet({"text": ["a"]})}, "t.jsonl", r"is a Parquet file: let its name end in .parquet"),
         ({"t.parquet": b"PAR1"}, "t.parquet", r"'t\.parquet' .* of another kind than its name says\); copy it again"),
         ({"t.json": b'[{"text": "a"},\n {"text" "b"}]'}, "t.json", r"\(line 2 is not valid JSON\); repair"),
@@ -349,5 +355,5 @@ def test_half_of_an_emoji_is_replaced(tmp_path, indent):
 @pytest.mark.parametrize("name", ["t.json", "t.jsonl", "t.jsonl.zst"])
 def test_layouts_of_json(tmp_path, name, content):
     data = content.encode()
-    write(tmp_path, {name: zstandard.ZstdCompressor().compress(data) if name.endswith("zst") else data})
+    write(tmp_path, {name: zstd.compress(data) if name.endswith("zst") else data})
     assert read(tmp_path, name) == sorted(DOCUMENTS)
