@@ -10,13 +10,14 @@ The results go to the log, to evaluations.jsonl and, with --report_to, to a dash
 validation loss is kept in a folder `best`.
 """
 
-from cotrain.common.errors import UserError, announce_imports, require_writable, run_script  # isort: skip
+from cotrain.common.errors import UserError, announce_imports, run_script  # isort: skip
 import math
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from arguments import BaseTrainingArguments, DatasetArguments, ReportingArguments
+from cotrain.common.atomic_files import require_free
 from cotrain.common.flags import flag
 from cotrain.common.signals import StopSignal
 from cotrain.settings import Hyperparameters
@@ -55,7 +56,7 @@ def main() -> None:
         line = ArgumentParser(ARGUMENTS, __doc__).parse()
         if not line.arguments[1].initial_peers:
             raise UserError("--initial_peers is missing: pass the address of a peer of the run")
-        require_writable(Path(line.arguments[0].output_dir), "--output_dir")
+        require_free(Path(line.arguments[0].output_dir), "--output_dir")
         announce_imports()
         from cotrain.peer.adoption import find_run_config
 

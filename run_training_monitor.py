@@ -8,7 +8,7 @@ Run it on a machine that others can reach; it needs no GPU:
 It prints the --initial_peers with which trainers join, and tells them the settings of the run.
 """
 
-from cotrain.common.errors import UserError, announce_imports, require_packages, require_writable, run_script  # isort: skip
+from cotrain.common.errors import UserError, announce_imports, require_packages, run_script  # isort: skip
 import logging
 import os
 import time
@@ -19,6 +19,7 @@ from pathlib import Path
 
 from arguments import BaseTrainingArguments, ModelArguments, ProgressTrackerArguments, ReportingArguments
 from cotrain.common.alerts import Alerts, announced_end
+from cotrain.common.atomic_files import require_free
 from cotrain.common.flags import HOST_PORT, ArgumentsError, flag, parse_repo_id, require
 from cotrain.common.signals import StopSignal
 from cotrain.options import Adopted
@@ -118,7 +119,7 @@ def main() -> None:
         line = ArgumentParser(ARGUMENTS, __doc__).parse()
         require_packages(line.arguments)
         args, run_args, peer_args = line.arguments
-        require_writable(Path(args.output_dir), "--output_dir")
+        require_free(Path(args.output_dir), "--output_dir")
         if not peer_args.initial_peers:
             run_args.check_tokenizer(line.stated)
         announce_imports()

@@ -20,6 +20,9 @@ from cotrain.common.errors import UserError, require_writable
 
 logger = logging.getLogger(__name__)
 
+LOCK_NAME = ".lock"
+IN_USE = "{}: '{}' is in use by another peer; pass a different folder for each peer"
+
 
 def sync(path: Path) -> None:
     """Wait until a file, or the entries of a folder, are on disk (`fsync`)."""
@@ -138,8 +141,16 @@ def new_file(target: Path) -> Iterator[Path]:
         sync(target.parent)
 
 
+def require_free(folder: Path, flag: str) -> None:
+    """Raise UserError, naming the flag, if no file can be made in a folder, or another process has locked it."""
+    require_writable(folder, flag)
+    with contextlib.suppress(OSError), open(folder / LOCK_NAME, "rb") as file:
+        if _try_lock(file.fileno()) is False:
+            raise UserError(IN_USE.format(flag, folder))
+
+
 @contextlib.contextmanager
-def lock_folder(folder: Path, flag: str, name: str = ".lock") -> Iterator[str]:
+def lock_folder(folder: Path, flag: str, name: str = LOCK_NAME) -> Iterator[str]:
     """Create and lock a folder while the block runs: other processes raise UserError. Yield a logged fault, or ""."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / name, "w", encoding="utf-8") as file:
@@ -147,7 +158,7 @@ def lock_folder(folder: Path, flag: str, name: str = ".lock") -> Iterator[str]:
         # they use the folder's identity.
         is_free, fault = _try_lock(file.fileno()), ""
         if is_free is False:
-            raise UserError(f"{flag}: '{folder}' is in use by another peer; pass a different folder for each peer")
+            raise UserError(IN_USE.format(flag, folder))
         if is_free is None:
             fault = f"{flag}: the file system of '{folder}' has no locks: use a local disk, or only one peer there"
             logger.warning(fault)

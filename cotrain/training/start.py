@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cotrain.common.alerts import Alerts, announced_end
-from cotrain.common.errors import TemporaryError, UserError, announce_imports, require_packages, require_writable
+from cotrain.common.atomic_files import require_free
+from cotrain.common.errors import TemporaryError, UserError, announce_imports, require_packages
 from cotrain.common.run_folder import list_checkpoints, step_of
 from cotrain.common.signals import StopSignal
 from cotrain.data.manifest import Manifest
@@ -46,7 +47,7 @@ def start_trainer(
 
             sys.exit(check_trainer(command_line, stop))
         require_packages(command_line.arguments)  # before a file is written
-        require_writable(Path(args.training.output_dir), "--output_dir")
+        require_free(Path(args.training.output_dir), "--output_dir")
         require_run(command_line, args)
         announce_imports()
         with recorded_start(Path(args.training.output_dir)):
