@@ -9,7 +9,8 @@ from typing import Any
 from cotrain.common.errors import UserError
 
 # Name, and the columns of the messages or the prompt, of text after the prompt, and of the answer. A row has the first
-# shape of which it has the prompt and the answer. Case does not count.
+# shape of which it has the prompt and the answer. Case does not count. A text in the prompt's column may have a further
+# one in _EXTRA, in each shape.
 SHAPES = (
     ("preference data (prompt, chosen)", "prompt", "", "chosen"),
     ("preference data of Alpaca (instruction, input, chosen)", "instruction", "input", "chosen"),
@@ -30,8 +31,10 @@ SHAPES = (
     ("query and response", "query", "", "response"),
     ("input and output", "input", "", "output"),
 )
+_EXTRA = ("input", "context")
 _BAD = ("rejected", "rejected_response", "non_preferred_output")
 _SYSTEM = ("system", "system_prompt", "systeminstruction")
+_OTHERS = ("history", "tools", "functions", "kto_tag", "label")
 _ROLE, _CONTENT = ("role", "from"), ("content", "value", "text", "parts")
 _WEIGHT = ("weight", "loss_weight", "train", "training", "loss")
 _ROLES = {
@@ -39,8 +42,9 @@ _ROLES = {
     **dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "chatbot", "bot", "bing", "bard"), "assistant"),
     **dict.fromkeys(("observation", "tool", "tool_response", "function", "function_response", "ipython"), "tool"),
     **dict.fromkeys(("function_call", "tool_call"), "call"),
-    "system": "system",
+    **dict.fromkeys(("developer", "system"), "system"),
 }
+MAX_NAMED = 8  # columns in a line
 
 
 class ChatReader:
@@ -54,6 +58,7 @@ class ChatReader:
         self.train_on, self.chosen_only = train_on, chosen_only
         self.num_rows = 0
         self.shapes: Counter[str] = Counter()
+        self.unused: Counter[str] = Counter()  # rows with something in a column that is not learnt, by its name
         self.faults: list[str] = []  # "'FILE', row 3: REASON"
 
     def convert(self, place: str, row: Any) -> tuple[list[dict], int, list[dict] | None] | None:
@@ -73,12 +78,14 @@ class ChatReader:
             what = f"{place} is preference data ({'a good and a bad answer' if is_pair else 'a label'})"
             raise UserError(f"{what}, whose bad answers would be learnt; pass --chosen_only to learn the good ones")
         name, prompt, extra, answer = _find_shape(row)
+        extras = [x for x in (extra, *_EXTRA) if x in row and x != prompt and (x == extra or isinstance(row[x], str))]
+        extra = extras[0] if extras and answer and isinstance(row[prompt], str) else ""
         if label == 0:
             return None
         given = _read_turns(row[prompt], "user" if answer else None)
         learnt = _read_turns(row[answer], "assistant") if answer else []
-        if extra and isinstance(row[prompt], str):
-            given[0]["content"] = "\n".join(filter(str.strip, (row[prompt], row.get(extra, ""))))  # as LLaMA-Factory
+        if extra:
+            given[0]["content"] = "\n".join(filter(str.strip, (row[prompt], row[extra])))  # as LLaMA-Factory
         if learnt and learnt[0]["role"] != "assistant":  # the answer is the whole conversation
             given = []
         given = [*_read_turns(row.get("history", []), None), *given]
@@ -87,7 +94,8 @@ class ChatReader:
         num_given = len(given) if learnt and not isinstance(row[prompt], str) else 0
         self._mark(given + learnt, num_given)
         tools = [_wrap_tool(tool) for tool in _parse(row.get("tools", row.get("functions", [])))]
-        self.shapes[name] += 1
+        self.shapes[name + f" with {extra}" * (bool(extra) and extra not in name)] += 1
+        self.unused.update(x for x in row if row[x] and x not in (prompt, extra, answer, *_OTHERS, *_SYSTEM, *_BAD))
         return given + learnt, num_given, tools or None
 
     def _mark(self, messages: list[dict], num_given: int) -> None:
@@ -106,6 +114,9 @@ class ChatReader:
         """Print the shapes that were found, and the rows that are left out; UserError if these are too many."""
         counts = ", ".join(f"{count:,} rows are {shape}" for shape, count in self.shapes.most_common())
         print(f"{name}: {counts or 'no row is a conversation'}")
+        if self.unused:
+            columns = ", ".join(f"{column:.30}" for column, _ in self.unused.most_common(MAX_NAMED))
+            print(f"{name}: not learnt are the columns {columns}{', …' * (len(self.unused) > MAX_NAMED)}")
         report_left_out(self.faults, self.num_rows, max_left_out)
 
 

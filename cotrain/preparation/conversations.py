@@ -98,7 +98,8 @@ def encode_conversation(
 
     The end-of-text token after an answer belongs to it, and nothing after that.
 
-    :param dropped: counts the answers whose "reasoning" the template leaves out. They are learnt if it always does
+    :param dropped: counts the answers whose "reasoning" the template leaves out, which are learnt if it always does,
+        and the "messages" of others that it leaves out
     :raises UserError: if the template does not take the messages, or does not show which tokens are answers
     """
     place, messages, num_given, tools = json.loads(document)
@@ -106,6 +107,9 @@ def encode_conversation(
     try:
         chat = ChatText(tokenizer, messages, tools)
         mask, limit = np.zeros(len(chat.ids), dtype=np.int8), len(chat.text)
+        # What a tool says may be written as JSON
+        others = (message for message in chat.messages if message["role"] not in ("assistant", "tool"))
+        dropped["messages"] += sum((message.get("content") or "").strip() not in chat.text for message in others)
         for number in range(len(messages) - 1, max(1, num_given) - 1, -1):
             if messages[number]["role"] != "assistant" or not messages[number].get("weight", 1):
                 continue

@@ -51,6 +51,7 @@ class PackingStats:
     dropped_documents: int = 0  # documents without a sample: fewer than two tokens, or no answer
     dropped_tokens: int = 0
     dropped_reasoning: int = 0  # answers whose reasoning the chat template leaves out
+    dropped_messages: int = 0  # messages that are no answers, which the chat template leaves out
     # Of conversations, not in the manifest:
     faults: list[str] = field(default_factory=list)  # of those that the chat template does not take
     long: list[int] = field(default_factory=list)  # tokens to the last answer of each that is too long
@@ -59,9 +60,10 @@ class PackingStats:
         return PackingStats(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
 
     def counts(self) -> dict[str, int]:
-        """Return the numbers for the manifest: that of dropped reasoning only if there is some."""
+        """Return the numbers for the manifest: of what the chat template drops only if there is some."""
         numbers = {name: value for name, value in asdict(self).items() if isinstance(value, int)}
-        return {name: value for name, value in numbers.items() if value or name != "dropped_reasoning"}
+        rare = ("dropped_reasoning", "dropped_messages")
+        return {name: value for name, value in numbers.items() if value or name not in rare}
 
 
 def split_sentences(document: str, language: str = "en") -> list[str]:

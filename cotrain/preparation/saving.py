@@ -185,7 +185,8 @@ def _tokenize_conversations(
             faults.append(str(error).partition(";")[0])
     samples, stats = build_samples(conversations, encoder, config)
     refused = PackingStats(documents=len(faults), dropped_documents=len(faults), faults=faults)
-    return samples, stats + refused + PackingStats(dropped_reasoning=dropped["reasoning"])
+    left_out = PackingStats(dropped_reasoning=dropped["reasoning"], dropped_messages=dropped["messages"])
+    return samples, stats + refused + left_out
 
 
 @lru_cache(maxsize=1)
@@ -203,6 +204,9 @@ def summarize(manifest: Manifest) -> str:
         if "dropped_reasoning" in numbers:
             remedy = "of these, answers that it writes with reasoning at the end of a conversation are not learnt"
             lines.append(f"Warning: the chat template leaves out reasoning; {remedy}. --chat_template names another")
+        if "dropped_messages" in numbers:
+            remedy = "see the samples above. --chat_template names another"
+            lines.append(f"Warning: the chat template leaves out messages that are no answers: {remedy}")
         if split == "train" and fill < 0.8 and manifest.objective != "chat":
             remedy = "If blank lines or rows separate paragraphs rather than documents, see --row_is"
             lines.append(f"Warning: most documents are short. {remedy}")

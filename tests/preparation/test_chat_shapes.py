@@ -81,6 +81,16 @@ SHAPES = {  # name -> row, messages, shape
         [message("user", "Sum up\na b"), message("assistant", "a")], "Dolly",
     ),
     "Axolotl's oasst": ({"INSTRUCTION": "Hi", "RESPONSE": "Ho"}, HI, "Dolly"),
+    "SQL with its table": (
+        {"question": "How many?", "context": "CREATE TABLE", "answer": "Ho"},
+        [message("user", "How many?\nCREATE TABLE"), message("assistant", "Ho")], "question and answer with context",
+    ),
+    "Dolly's columns, but for one": (
+        {"instruction": "Add", "input": "1 2", "response": "3"},
+        [message("user", "Add\n1 2"), message("assistant", "3")], "Dolly (instruction, context, response) with input",
+    ),
+    "HotpotQA, whose context is no text": ({"question": "Hi", "context": {"title": ["x"]}, "answer": "Ho"}, HI, "question"),
+    "OpenAI's developer": ({"messages": [message("developer", "Be brief."), *HI]}, BRIEF, "messages"),
     "GSM8K": ({"question": "Hi", "answer": "Ho"}, HI, "question and answer"),
     "OpenOrca": ({"id": "1", "system_prompt": "Be brief.", "question": "Hi", "response": "Ho"}, BRIEF, "OpenOrca"),
     "MetaMath": ({"query": "Hi", "response": "Ho", "type": "x"}, HI, "query and response"),
@@ -105,6 +115,15 @@ def test_each_shape_becomes_messages(name):
     assert json.loads(document)[1] == messages and not reader.faults
     ((found, count),) = reader.shapes.items()
     assert found.startswith(shape) and count == 1
+
+
+def test_columns_that_are_not_learnt_are_named(tmp_path, capsys):
+    """A column with the reasons of each answer, or with the table that is asked about, was left out without a word."""
+    reader = ChatReader()
+    row = {"Question": "Hi", "Complex_CoT": "why", "Response": "Ho", "system": "Be brief.", "empty": "", "n": None}
+    list(read_conversations("f", [row, row | {"score": 3}, {"messages": HI}], reader))
+    reader.report("f", 1.0)
+    assert capsys.readouterr().out.splitlines()[1:] == ["f: not learnt are the columns complex_cot, score"]
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,20 @@ def test_template_without_an_end_is_refused(name):
         prepare(name)
 
 
+def test_messages_that_the_template_leaves_out_are_counted():
+    """One that is written for three roles left the fourth one out without a word."""
+    tokenizer, dropped = prepare("ChatML"), Counter()
+    messages = [{"role": "critic", "content": "Shorter!"}, *THREE]
+    tokenizer.chat_template = "{% for m in messages if m.role != 'critic' %}" + (
+        "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    )
+    encode_conversation(json.dumps(["row 1", messages, 0, None]), tokenizer, dropped)
+    assert dropped["messages"] == 1
+    for name, messages in CASES.items():
+        encode_conversation(json.dumps(["row 1", messages, 0, None]), prepare("ChatML"), dropped)
+        assert dropped["messages"] == 1, name
+
+
 # --- reasoning -------------------------------------------------------------------------------------------------------
 
 
