@@ -21,6 +21,10 @@ POSITIONAL = {
 }
 
 
+# What such a folder has, and --overwrite replaces: no .git, and no files of other programs
+EXPORTED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.md", "LICENSE*", "NOTICE*", "Modelfile")
+
+
 @dataclass
 class ExportArguments(Flags, group="Export"):
     """What is written."""
@@ -36,7 +40,7 @@ def main() -> None:
 
     args, positional = ArgumentParser([ExportArguments], __doc__, POSITIONAL).parse().arguments
     checkpoint, out = find_checkpoint(Path(positional.CHECKPOINT)), Path(positional.OUT)
-    check_target(out, "OUT", args.overwrite, ("config.json",))  # before slow imports
+    check_target(out, "OUT", args.overwrite, ("config.json",), EXPORTED)  # before slow imports
     out.parent.mkdir(parents=True, exist_ok=True)
     announce_imports()
     from transformers.utils.logging import set_verbosity_error
@@ -49,7 +53,7 @@ def main() -> None:
     print(f"Writing {checkpoint} to {out}: {format_size(size)}; {format_size(free)} are free on that disk")
     if size > 0.99 * free:
         raise UserError(f"OUT: {format_size(size)} are needed, {format_size(free)} are free; choose another disk")
-    with new_folder(out, "OUT", args.overwrite, replaceable=("config.json",)) as folder:
+    with new_folder(out, "OUT", args.overwrite, replaceable=("config.json",), own=EXPORTED) as folder:
         is_causal = export(checkpoint, folder, out.resolve().name, args.license, args.ollama)
     name = shlex.quote(str(out.resolve()))
     print(f"Done. ./generate.py {name} talks with it; other programs that read models of transformers open it, too")

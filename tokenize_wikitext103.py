@@ -44,6 +44,9 @@ from cotrain.settings import BASE_FOLDER
 LANGUAGES = Path(__file__).resolve().parent / "cotrain/preparation/languages.txt"  # with sentences, by code
 BYTES_PER_CHARACTER = 1.5  # of samples: 4.6 characters of English are a token of 7 bytes, for clm of 5
 LARGE = 1e9  # bytes of an archive, from which on shards shorten the start of a trainer
+# What the folders have, and --overwrite replaces
+DATASET_FILES = ("manifest.json", "dataset_dict.json", "archive.sha256", "preview.txt", "train", "validation")
+TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "archive.sha256")
 
 
 @dataclass
@@ -235,13 +238,14 @@ def prepare(args: TokenizationArguments) -> Manifest:
     part_chars = math.inf
     if args.shard_size is not None:
         part_chars = parse_size("--shard_size", args.shard_size) / BYTES_PER_CHARACTER
-    path = Path(args.tokenizer_path)
-    target = new_folder(path, "--tokenizer_path", args.overwrite, ("tokenizer_config.json", "tokenizer.json"))
+    path, dataset_path = Path(args.tokenizer_path), Path(args.output_path)
+    marks = ("tokenizer_config.json", "tokenizer.json")
+    target = new_folder(path, "--tokenizer_path", args.overwrite, marks, TOKENIZER_FILES)
     is_chat = args.objective == "chat"  # changes the tokenizer, see set_end_of_turn
     if is_kept := not (args.train_tokenizer or is_chat) and Path(args.tokenizer).resolve() == path.resolve():
         target = contextlib.nullcontext(path)
     with (
-        new_folder(Path(args.output_path), "--output_path", args.overwrite, ("manifest.json",)) as dataset_folder,
+        new_folder(dataset_path, "--output_path", args.overwrite, ("manifest.json",), DATASET_FILES) as dataset_folder,
         # Entered after the dataset's folder, so complete before it: a dataset never lacks its tokenizer.
         target as tokenizer_folder,
         open_work(args) as work,

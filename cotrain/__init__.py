@@ -20,6 +20,8 @@ if _is_script and importlib.util.find_spec("psutil") is None:
         f"{Path(sys.argv[0]).name}: error: {sys.executable} lacks the packages in requirements.txt; "
         f"run this first: cd {_FOLDER} && {_install}source .venv/bin/activate"
     )
+if _is_script and sys.flags.optimize > 1:
+    sys.exit(f"{Path(sys.argv[0]).name}: error: without docstrings transformers does not start: unset PYTHONOPTIMIZE")
 
 
 def explain_hidden_module() -> str | None:

@@ -6,6 +6,7 @@ holds a lock on it. A hidden folder without a lock was left by a killed process,
 
 import contextlib
 import errno
+import fnmatch
 import glob
 import logging
 import os
@@ -33,18 +34,24 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def check_target(target: Path, flag: str, overwrite: bool = False, replaceable: tuple[str, ...] = ()) -> None:
+def check_target(
+    target: Path, flag: str, overwrite: bool = False, replaceable: tuple[str, ...] = (), own: tuple[str, ...] = ("*",)
+) -> None:
     """Raise UserError, naming the flag of `target`, if no folder or file may be created there.
 
     :param replaceable: file names; for a folder. An existing folder is replaced only if it contains one of them, so
         that --overwrite with a mistyped path cannot delete a home directory
+    :param own: patterns of the names that such a folder has; one with another name, such as .git, is not replaced
     """
     require_writable(target.resolve().parent, flag)
     if target.is_dir() and replaceable:
         if not any(target.iterdir()):
             return
-        if not any((target / name).is_file() for name in replaceable):
-            raise UserError(f"{flag}: the folder '{target}' contains other files; choose another path")
+        names = sorted(path.name for path in target.iterdir())
+        others = [name for name in names if not any(fnmatch.fnmatchcase(name, pattern) for pattern in own)]
+        if others or not any((target / name).is_file() for name in replaceable):
+            what = f"other files ({', '.join(others or names):.80})"
+            raise UserError(f"{flag}: the folder '{target}' contains {what}; choose another path")
     elif target.is_dir() or (target.exists() and replaceable):
         raise UserError(f"{flag}: '{target}' is a {'folder' if target.is_dir() else 'file'}; choose another path")
     if target.exists() and not overwrite:
@@ -103,19 +110,21 @@ def temporary_folder(target: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def new_folder(target: Path, flag: str, overwrite: bool = False, replaceable: tuple[str, ...] = ()) -> Iterator[Path]:
+def new_folder(
+    target: Path, flag: str, overwrite: bool = False, replaceable: tuple[str, ...] = (), own: tuple[str, ...] = ("*",)
+) -> Iterator[Path]:
     """Yield a folder to fill; it appears at `target` when the block ends, and not at all if the block raises.
 
     An existing folder at `target` stays until then. The arguments and UserError are those of `check_target`.
     """
     path = target.resolve()  # a symbolic link is kept; the folder that it points to is replaced
     remove_leftovers(path.parent, glob.escape(path.name))  # may restore the target
-    check_target(target, flag, overwrite, replaceable)
+    check_target(target, flag, overwrite, replaceable, own)
     with temporary_folder(path) as folder:
         yield folder
         for entry in [*folder.rglob("*"), folder]:
             sync(entry)
-        check_target(target, flag, overwrite, replaceable)  # another process may have created the target
+        check_target(target, flag, overwrite, replaceable, own)  # another process may have created the target
         old = _hidden_name(path, "old")
         try:
             if path.exists():

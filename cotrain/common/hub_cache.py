@@ -1,6 +1,7 @@
 """Downloads of the Hugging Face Hub on this machine: where a repository is, and whether the Hub answers."""
 
 import logging
+import os
 import time
 from functools import cache
 from pathlib import Path
@@ -8,12 +9,13 @@ from typing import Any
 
 from huggingface_hub import constants, get_session, is_offline_mode
 
-from cotrain.common.errors import first_line
+from cotrain.common.errors import UserError, first_line
 
 logger = logging.getLogger(__name__)
 
 DOWNLOADS = "data/cache"  # of the scripts
 PROBE_SECONDS = 5.0
+CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR")  # variables that name those to be trusted
 
 
 def find_downloads(name: str, cache_dir: str | None) -> dict[str, Any]:
@@ -37,6 +39,9 @@ def is_silent() -> bool:
 def probe(address: str, _minute: int) -> bool:
     try:
         get_session().head(address, timeout=PROBE_SECONDS)
+    except FileNotFoundError:  # httpx reads them before it asks
+        name = next((name for name in CERTIFICATES if not Path(os.environ.get(name, ".")).exists()), CERTIFICATES[0])
+        raise UserError(f"{name}: there is no '{os.environ.get(name)}'; correct it, or unset {name}") from None
     except Exception as error:  # of httpx, proxies, certificates
         logger.warning(f"{address} does not answer ({first_line(error)}): using what was downloaded before")
         return False

@@ -54,6 +54,8 @@ def check_text(text: str, tokenizer: PreTrainedTokenizerBase, config: Pretrained
     """
     if not text.strip():
         raise UserError(f"{flag}: the sentence is empty; pass some words")
+    if not text.isprintable() and text.encode("utf-8", "replace").decode() != text:  # half of a character
+        raise UserError(f"{flag}: the sentence is not in UTF-8; set the terminal to UTF-8, or write it there")
     limit = positions = max_tokens(config)
     if is_causal(config):
         limit -= MAX_NEW_TOKENS

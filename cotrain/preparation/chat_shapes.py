@@ -91,6 +91,9 @@ class ChatReader:
         given = [*_read_turns(row.get("history", []), None), *given]
         if (system := _find(row, _SYSTEM)) and all(message["role"] != "system" for message in given + learnt):
             given = [*_read_turns(system, "system"), *given]
+        for message in given + learnt:
+            if "content" in message:
+                message["content"] = unify_line_ends(message["content"])
         num_given = len(given) if learnt and not isinstance(row[prompt], str) else 0
         self._mark(given + learnt, num_given)
         tools = [_wrap_tool(tool) for tool in _parse(row.get("tools", row.get("functions", [])))]
@@ -129,6 +132,11 @@ def report_left_out(faults: list[str], total: int, max_left_out: float) -> None:
         raise UserError(f"{what}. Correct them{remedy}")
     if faults:
         print(what)
+
+
+def unify_line_ends(text: str) -> str:
+    """Return a text with the line ends of Linux: those of Windows would be learnt."""
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _find(row: Mapping, names: Iterable[str]) -> Any:

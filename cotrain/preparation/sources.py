@@ -27,7 +27,7 @@ from cotrain.common.errors import UserError, first_line
 from cotrain.common.hub_cache import is_silent
 from cotrain.common.stand_ins import find_stand_in
 from cotrain.models.objectives import SPLITS
-from cotrain.preparation.chat_shapes import ChatReader
+from cotrain.preparation.chat_shapes import ChatReader, unify_line_ends
 from cotrain.preparation.conversations import SURROGATE, read_conversations
 from cotrain.preparation.corpus import Source
 from cotrain.preparation.tables import read_csv, read_dataset, read_json
@@ -67,15 +67,20 @@ def open_sample() -> Source:
 
 def describe_files(value: object) -> list[tuple[str, int, int]]:
     """Return name, size and time of the files that a flag names, if any: others of the same name are another text."""
-    paths = sorted(glob.glob(value, recursive=True)) if isinstance(value, str) else []
-    files = (file for path in map(Path, paths) for file in (sorted(path.rglob("*")) if path.is_dir() else [path]))
+    paths = _find_paths(value) if isinstance(value, str) else []
+    files = (file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path]))
     return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
+
+
+def _find_paths(pattern: str) -> list[Path]:
+    """Return the path of a file or a folder, whose name may have brackets, or those that a wildcard names."""
+    paths = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
+    return [Path(path) for path in paths]
 
 
 def open_files(pattern: str, work: Path, column: Column, encoding: str | None) -> Source:
     """Open the files that a path or a wildcard names; `column` and `encoding` as for `open_splits`."""
-    paths = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
-    files = [Path(path) for path in paths if not Path(path).is_dir()]
+    files = [path for path in _find_paths(pattern) if not path.is_dir()]
     if not files[0].is_file():  # a pipe, as of <(zcat text.gz), can be read once
         with open(files[0], "rb") as pipe, open(work / "pipe", "wb") as copy:
             shutil.copyfileobj(pipe, copy)
@@ -122,10 +127,11 @@ def _read_file(path: Path, kind: str, column: Column, encoding: str | None) -> I
             dataset = datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True)
             yield from _read_dataset(path.name, dataset, column)
             return
-        options = {"encoding": encoding or find_encoding(path), "newline": ""}
+        is_text = kind == "text" and isinstance(column, str)
+        options = {"encoding": encoding or find_encoding(path), "newline": None if is_text else ""}
         with fsspec.open(str(path), "rt", compression="infer", **options) as file:
             lines = iter(partial(file.readline, READ_CHARS), "")
-            if kind == "text" and isinstance(column, str):
+            if is_text:
                 yield from lines
                 return
             separator = "\t" if _find_suffix(path) == ".tsv" else ","
@@ -149,7 +155,7 @@ def _take(name: str, rows: Iterable[Any], column: Column) -> Iterator[str | None
             kind = type(text).__name__
             raise UserError(f"--text_column: '{column}' of '{name}' has values of type {kind}, not text")
         # A text that was cut within an emoji has half of it, which UTF-8 cannot hold
-        yield text and SURROGATE.sub("\ufffd", text)
+        yield text and SURROGATE.sub("\ufffd", unify_line_ends(text))
     if not is_there:
         raise UserError(f"--text_column: '{name}' has no column '{column}', but {', '.join(row)}")
 

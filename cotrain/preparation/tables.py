@@ -3,12 +3,15 @@
 import csv
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from typing import Any, TextIO
 
 from cotrain.preparation.chat_shapes import drop_nulls
 
 ROW_LINES = 20  # in a row of CSV of more lines a quotation mark may not be closed
+# As Spark, Hive and MySQL write a quotation mark: "" is usual, and \" ends a text which ends with a backslash
+_ESCAPED = re.compile(r'(?<!\\)\\"(?![",;\t|\s])')
 
 
 def read_json(file: TextIO) -> Iterator[Any]:
@@ -37,10 +40,12 @@ def read_json(file: TextIO) -> Iterator[Any]:
 
 
 def _rows_of(value: Any) -> list:
-    """Return the rows in a list, in {"data": [...]}, or in {column: {"0": …, "1": …}} of pandas; else the value."""
+    """Return the rows in a list, in {"data": [...]}, in {column: {"0": …}} or {"columns", "data"} of pandas; else the value."""
     if isinstance(value, dict) and value and all(isinstance(x, dict) and "0" in x for x in value.values()):
         return [{name: x.get(row) for name, x in value.items()} for row in next(iter(value.values()))]
     rows = value.get("data") if isinstance(value, dict) else value
+    if isinstance(value, dict) and isinstance(value.get("columns"), list) and isinstance(rows, list):  # "split"
+        return [dict(zip(value["columns"], row, strict=True)) for row in rows]
     return rows if isinstance(rows, list) and not any(isinstance(row, str) for row in rows) else [value]
 
 
@@ -58,18 +63,29 @@ def read_csv(name: str, file: TextIO, separator: str) -> Iterator[dict]:
     :param separator: usual one. Another that divides the header into more columns is taken instead, and printed
     """
     csv.field_size_limit(2**31 - 1)
-    lines = filter(str.strip, iter(file.readline, ""))
+    is_escaped = any(map(_ESCAPED.search, file))
+    file.seek(0)
+    rest = (re.sub(r'(?<!\\)\\"', '""', line) for line in file) if is_escaped else iter(file)
+    if is_escaped:
+        print(f'{name}: \\" is read as a quotation mark')
+    lines = filter(str.strip, rest)
     head = next(lines, "")
     if head[:4].lower() == "sep=" and len(head.rstrip("\r\n")) == 5:  # a line for Excel
         separator, head = head[4], next(lines, "")
     found = max(separator, *",;\t|", key=lambda x: len(next(csv.reader([head], delimiter=x), "")))
     if found != separator:
         print(f"{name}: columns are separated by {found!r}, as in {head.strip():.60}")
-    reader = csv.reader(itertools.chain([head], file), delimiter=found)
+    reader = csv.reader(itertools.chain([head], rest), delimiter=found)
     header, before, longest = next(reader, []), reader.line_num, (0, 0)
+    places: dict[str, int] = {}
+    for number, column in enumerate(header):
+        places.setdefault(column, number)
+    if twice := [column for number, column in enumerate(header) if column and places[column] < number]:
+        print(f"Warning: {name}: of the columns of one name, '{twice[0]}', the first is read")
     for number, row in enumerate(filter(None, reader), 1):
         longest, before = max(longest, (reader.line_num - before, -number)), reader.line_num
-        yield dict(zip(header, row, strict=False)) | ({None: row[len(header) :]} if any(row[len(header) :]) else {})
+        values = {column: row[place] for column, place in places.items() if place < len(row)}
+        yield values | ({None: row[len(header) :]} if any(row[len(header) :]) else {})
     if longest[0] > ROW_LINES:
         what = f"row {-longest[1]} has {longest[0]} lines"
         print(f"Warning: {name}: {what}. If that is wrong, a quotation mark in it is not closed")

@@ -36,6 +36,14 @@ def test_full_disk_is_named_without_words_of_python():
     assert describe(OSError(28, "No space left on device", "a.txt")) == "a.txt: No space left on device"
 
 
+def test_a_variable_of_the_environment_is_named(monkeypatch):
+    """Libraries read them when they are imported, and name the value alone."""
+    monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "30s")
+    line = describe(ValueError("invalid literal for int() with base 10: '30s'"))
+    assert line.startswith("the environment has HF_HUB_DOWNLOAD_TIMEOUT=30s (")
+    assert line.endswith("correct it, or unset HF_HUB_DOWNLOAD_TIMEOUT")
+
+
 def test_full_shared_memory_is_named_without_words_of_python():
     error = RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
     assert describe(error) == str(error)

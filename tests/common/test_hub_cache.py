@@ -4,12 +4,14 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from huggingface_hub import constants
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from arguments import DatasetArguments
 from cotrain.common import hub_cache
+from cotrain.common.errors import UserError
 from cotrain.common.hub_cache import find_downloads
 from cotrain.data.tokenizers import load_tokenizer
 from cotrain.models.hub import fetch_files
@@ -47,6 +49,14 @@ def home(tmp_path, monkeypatch) -> Iterator[Path]:
     ).save_pretrained(folder)
     yield tmp_path / "home"
     hub_cache.probe.cache_clear()
+
+
+def test_certificates_that_are_not_there_are_named(home, monkeypatch):
+    """As if the Hub did not answer, another tokenizer was advised."""
+    monkeypatch.setenv("SSL_CERT_FILE", "/missing.pem")
+    monkeypatch.setattr(hub_cache, "get_session", httpx.Client)
+    with pytest.raises(UserError, match="^SSL_CERT_FILE: there is no '/missing.pem'"):
+        hub_cache.is_silent()
 
 
 @pytest.mark.parametrize("is_offline", [False, True])

@@ -199,7 +199,8 @@ def test_failed_export_is_one_line_and_leaves_nothing(tmp_path, run, monkeypatch
     checkpoint, out = save(make_task(base, tokenizer), tmp_path / "c"), tmp_path / "new/out"
     if fault == "exists":
         out.mkdir(parents=True)
-        (out / "letters.txt").write_text("mine", encoding="utf-8")
+        (out / "config.json").write_text("{}", encoding="utf-8")
+        (out / ".git").write_text("mine", encoding="utf-8")
     elif fault == "file":
         out.parent.write_text("", encoding="utf-8")
     elif fault == "disk":

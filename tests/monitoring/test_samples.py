@@ -119,6 +119,8 @@ def test_length_is_bounded_by_the_model(family, tokenizer):
     complete(build_pipeline(model, tokenizer), text)
     with pytest.raises(UserError, match="TEXT: the sentence has [0-9]+ tokens"):
         check_text(f"{text} the", tokenizer, model.config, "TEXT")
+    with pytest.raises(UserError, match="TEXT: the sentence is not in UTF-8"):  # as sys.argv has it
+        check_text(b"caf\xe9 [MASK]".decode(errors="surrogateescape"), tokenizer, model.config, "TEXT")
 
 
 # The monitor

@@ -99,12 +99,46 @@ def write(folder: Path, files: dict[str, bytes]) -> None:
         ("t.csv", b"sep=|\r\n" + CSV.replace(",", "|", 1).replace(',"', '|"').encode()),
         ("t.tsv", CSV.encode()),
         ("t.parquet", to_parquet({"n": [1, 2, 3, 4], "text": DOCUMENTS})),
+        # Windows', and old Macs': their line ends were learnt, or separated nothing
+        ("t.txt", TEXT.replace("\n", "\r\n").encode()),
+        ("t.txt", TEXT.replace("\n", "\r").encode()),
+        ("t.jsonl", JSONL.replace("\\n", "\\r\\n").encode()),
+        ("t [1].txt", TEXT.encode()),
+        # pandas' orient="split": rows of lists were conversations
+        ("t.json", json.dumps({"columns": ["n", "text"], "index": [0, 1, 2, 3],
+                               "data": [[n, text] for n, text in enumerate(DOCUMENTS)]}).encode()),
     ],
     ids=lambda value: value if isinstance(value, str) else "",  # gzip's bytes depend on the time
 )
 def test_each_kind_of_file(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
     assert read(tmp_path, name) == sorted(DOCUMENTS)
+
+
+@pytest.mark.parametrize(
+    ("content", "documents", "printed"),
+    [
+        # As Spark, Hive and MySQL write it: the first quotation mark was lost, and a backslash was learnt
+        (
+            'n,text\n1,"She said \\"hello\\" to me."\n2,"\\"Ho\\""\n',
+            ['"Ho"', 'She said "hello" to me.'], '\\" is read as a quotation mark',
+        ),
+        ('n,text\n1,"It is in C:\\"\n2,"say ""\\"""\n', ["It is in C:\\", 'say "\\"'], ""),
+        # As pandas and datasets read it
+        ("text,n,text\nOne,1,x\nTwo,2,y\n", ["One", "Two"], "of the columns of one name, 'text', the first is read"),
+    ],
+)  # fmt: skip
+def test_csv_as_others_write_it(tmp_path, capsys, content, documents, printed):
+    write(tmp_path, {"t.csv": content.encode()})
+    assert read(tmp_path, "t.csv") == documents
+    assert printed in capsys.readouterr().out or not printed
+
+
+def test_a_changed_file_is_noticed_whatever_its_name(tmp_path):
+    """One with brackets was taken for a pattern, and a preparation continued with its old text."""
+    path = tmp_path / "text [1].txt"
+    path.write_text("a")
+    assert [name for name, *_ in sources.describe_files(str(path))] == [str(path)]
 
 
 @pytest.mark.parametrize(
@@ -256,7 +290,7 @@ def test_a_page_that_is_meant_is_read(tmp_path):
 
 # --- a file is a document --------------------------------------------------------------------------------------------
 
-CODE = "import os\r\n\r\n\r\ndef f(x):\r\n\treturn x  \r\n"
+CODE = "import os\n\n\ndef f(x):\n\treturn x  \n"
 NOVEL = "CHAPTER I\n\n\n" + "It was a dark night.  \n   The rain fell.\n\n" * 20
 
 
@@ -280,7 +314,7 @@ def test_of_a_single_document_the_end_or_the_beginning_is_held_out(tmp_path, see
     read_corpus(source, tmp_path / "out")
     corpus = open_corpus(source, tmp_path / "out", 0.1, seed)
     (train,), (held_out,) = (next(iter(corpus[split])).read() for split in ("train", "validation"))
-    assert text in (train + held_out, held_out + train) and 0.08 < len(held_out) / len(text) < 0.15
+    assert NOVEL in (train + held_out, held_out + train) and 0.08 < len(held_out) / len(NOVEL) < 0.15
 
 
 @pytest.mark.parametrize("name", ["**/*.py", ""])

@@ -387,6 +387,7 @@ HUB = {"sample": False, "train_tokenizer": False}
         ({}, "is a single document"),
         ({"output_path": "text.txt/dataset"}, r"--output_path: .*text.txt' \(Not a directory\); choose another"),
         ({"output_path": "thesis", "overwrite": True}, "--output_path: .* contains other files"),
+        ({"output_path": "clone", "overwrite": True}, r"contains other files \(\.git, thesis\.txt\)"),
         ({"dataset_name": "bookcorpus"}, r"found bookcorpus\.py; pass --dataset_revision refs/convert/parquet"),
         (HUB, f"'Salesforce/wikitext wikitext-103-v1' .*reach None; .* {HINT}"),
         ({**HUB, "dataset_name": "bookcorpus/bookcorpus"}, f"reach refs/convert/parquet; .* {HINT}"),
@@ -405,6 +406,7 @@ def test_what_fails_is_explained_and_leaves_nothing(tmp_path, monkeypatch, flags
     monkeypatch.chdir(tmp_path)
     text = "One.\n\nTwo." if "tokenizer" in flags else "just one line"
     files = {"text.txt": text.encode(), "thesis/thesis.txt": b"years of work", "bookcorpus/bookcorpus.py": b""}
+    files |= {"clone/manifest.json": b"of a browser", "clone/thesis.txt": b"years of work", "clone/.git": b"all of it"}
     for name, content in files.items():
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_bytes(content)
