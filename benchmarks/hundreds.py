@@ -34,7 +34,7 @@ from peerstep.peer.clock import run_time
 from peerstep.progress.tracker import ProgressTracker
 from peerstep.reports.records import signer_of
 from peerstep.rounds import known_peers
-from peerstep.rounds.claims import KEY_BYTES, PROOF_BYTES, Claims
+from peerstep.rounds.claims import SIGNATURE_BYTES, Claims
 from peerstep.rounds.matchmaking import StepMatchmaking
 from peerstep.step.coordinator import LOOK_SECONDS, MAX_LOOK_SECONDS
 from tests.support.simulated_network import LATENCY, SimulatedKey, make_subkey
@@ -319,9 +319,9 @@ async def measure(
     run = Run(number, clock, target_group_size=group_size)
 
     @functools.lru_cache(maxsize=2**20)
-    def verify(scope: bytes, entry: bytes) -> bool:
-        packed, signature = entry[:-PROOF_BYTES], base64.b64encode(entry[-PROOF_BYTES:-KEY_BYTES])
-        return run.keys[entry[-KEY_BYTES:]].sign(scope + packed) == signature
+    def verify(key: bytes, scope: bytes, entry: bytes) -> bool:
+        signature = base64.b64encode(entry[-SIGNATURE_BYTES:])
+        return run.keys[key].sign(scope + entry[:-SIGNATURE_BYTES]) == signature
 
     patches.setattr(known_peers, "verify", verify)
     await run.train(seconds)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from peerstep.reports.marks import MAX_STEP, Marks, Position, parse_marks
 
-PROTOCOL = 16  # version of rounds and progress reports; peers of different versions do not average
+PROTOCOL = 17  # version of rounds and progress reports; peers of different versions do not average
 MAX_SAMPLES, MAX_TIME = 10**9 - 1, 1e12  # bounds on what peers report
 MAX_LAG = 1e6  # updates; a claim
 LACKING = 2.0  # updates; a peer whose parameters lack more contributes no gradients and receives parameters

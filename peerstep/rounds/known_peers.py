@@ -1,11 +1,14 @@
 """The peers of whom this peer has read a report, and what they have signed: the check of a leader's list."""
 
+import functools
+import itertools
 import math
 import time
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2
 from hivemind.utils import MSGPackSerializer
@@ -13,10 +16,12 @@ from hivemind.utils.crypto import RSAPrivateKey
 
 from peerstep.peer.clock import run_time
 from peerstep.reports.records import signer_of
-from peerstep.rounds.claims import KEY_BYTES, MAX_SILENT, PROOF_BYTES, Claims, parse_claims, sign, tag_of, verify
+from peerstep.rounds.claims import MAX_SILENT, SIGNATURE_BYTES, Claims, parse_claims, sign, tag_of, verify
 
 KNOWN_SECONDS = 180.0  # for which a peer that was in a roster is no stranger; its report lives as long
 MAX_HELD_REQUESTS = 1024  # of a leader
+# Listed peers of which a member has read no report, see `strangers_in`. It asks for their keys, which have 388 bytes
+MAX_STRANGERS = 64
 STALE_SECONDS = 3600.0  # after which a member's claims are no longer believed; no search takes as long
 
 
@@ -54,33 +59,54 @@ class KnownPeers:
         return asked_at > self._asked_at.get((leader, peer_id), -1.0) and abs(run_time() - asked_at) <= seconds
 
     def sign(self, packed: bytes, step: int, leader: PeerID, silent: Iterable[PeerID]) -> bytes:
-        """Return this peer's entry for the list of a leader: its claims, packed, with its signature."""
+        """Return this peer's entry for the list of a leader."""
         tags = tuple(map(tag_of, silent))[:MAX_SILENT]
         self._signed_at = max(run_time(), math.nextafter(self._signed_at, math.inf))  # a clock may be set back
         claims = replace(parse_claims(packed), asked_at=self._signed_at, silent=tags)
         assert self.private_key is not None
         return sign(self.private_key, self.scope_of(self.peer_id, step, leader), claims.pack())
 
-    def has_signed(self, peer_id: PeerID, step: int, leader: PeerID, entry: bytes) -> bool:
-        """Return whether a peer has signed an entry, with the key from which its peer ID follows."""
+    def has_signed(self, peer_id: PeerID, step: int, leader: PeerID, entry: bytes, key: bytes) -> bool:
+        """Return whether a peer has signed an entry, and a key is the one from which its peer ID follows."""
         with suppress(ValueError):
-            return signer_of(entry[-KEY_BYTES:]) == peer_id and verify(self.scope_of(peer_id, step, leader), entry)
+            return signer_of(key) == peer_id and verify(key, self.scope_of(peer_id, step, leader), entry)
         return False
 
+    @functools.cached_property
+    def own_key(self) -> bytes:
+        """This peer's public key, which checks its entries."""
+        assert self.private_key is not None
+        return RSASignatureValidator(self.private_key).local_public_key
+
+    @property
+    def all_keys(self) -> dict[PeerID, bytes]:
+        return {**self.public_keys, self.peer_id: self.own_key}
+
+    def strangers_in(self, peer_ids: Collection[PeerID]) -> set[PeerID]:
+        """Return those of whom this peer has read no report. It may be late, or be shown to one reader only."""
+        return {*peer_ids} - {self.peer_id, *self.public_keys}
+
     def are_mostly_known(self, peer_ids: Collection[PeerID]) -> bool:
-        """Whether a third at most are strangers. A report may be late, or be shown to one reader only."""
-        return 3 * len({*peer_ids} - {self.peer_id, *self.public_keys}) <= len(peer_ids)
+        """Whether a third at most are strangers, and not more than MAX_STRANGERS."""
+        number = len(self.strangers_in(peer_ids))
+        return 3 * number <= len(peer_ids) and number <= MAX_STRANGERS
 
     def scope_of(self, peer_id: PeerID, step: int, leader: PeerID) -> bytes:
         return MSGPackSerializer.dumps([self.run, step, leader.to_bytes(), peer_id.to_bytes()])
 
-    def check_list(self, entries: Mapping[PeerID, bytes], step: int, leader: PeerID, own: bytes) -> None:
-        """Raise ValueError unless each entry is what its peer has asked this leader with, for this step and lately."""
+    def check_list(
+        self, entries: Mapping[PeerID, bytes], step: int, leader: PeerID, own: bytes, keys: Mapping[PeerID, bytes]
+    ) -> None:
+        """Raise ValueError unless each entry is what its peer has asked this leader with, for this step and lately.
+
+        :param own: what this peer has asked it with
+        :param keys: those of the peers, as far as they are known; the entries of others are not checked
+        """
         if entries.get(self.peer_id) != own or leader not in entries:
             raise ValueError("without what this peer has sent, or without its leader")
-        claims = {peer_id: parse_claims(entry[:-PROOF_BYTES]) for peer_id, entry in entries.items()}
-        for peer_id in entries.keys() - {self.peer_id}:
-            if not self.has_signed(peer_id, step, leader, entries[peer_id]):
+        claims = {peer_id: parse_claims(entry[:-SIGNATURE_BYTES]) for peer_id, entry in entries.items()}
+        for peer_id in (entries.keys() & keys.keys()) - {self.peer_id}:
+            if not self.has_signed(peer_id, step, leader, entries[peer_id], keys[peer_id]):
                 raise ValueError(f"{peer_id} has not signed its entry")
             if not self.is_fresh(leader, peer_id, claims[peer_id].asked_at):
                 raise ValueError(f"an old entry of {peer_id}")
@@ -92,6 +118,15 @@ def read_peer_id(content: bytes) -> PeerID | None:
     """Return a peer ID that another peer has sent; None if it has no possible length, see patches.py."""
     with suppress(ValueError):
         return PeerID(content) if content else None
+
+
+def parse_keys(contents: Iterable[bytes]) -> dict[PeerID, bytes]:
+    """Return the keys that a peer has sent, each with the peer ID that follows from it."""
+    keys = {}
+    for content in itertools.islice(contents, MAX_STRANGERS):
+        with suppress(ValueError):
+            keys[signer_of(content)] = content
+    return keys
 
 
 def parse_list(message: averaging_pb2.MessageFromLeader) -> dict[PeerID, bytes]:

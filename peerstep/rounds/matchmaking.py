@@ -28,9 +28,9 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils import get_logger
 from hivemind.utils.crypto import RSAPrivateKey
 
-from peerstep.rounds.claims import PROOF_BYTES, called_silent, deal, parse_claims, rank
+from peerstep.rounds.claims import SIGNATURE_BYTES, called_silent, deal, parse_claims, rank, tag_of
 from peerstep.rounds.conduct import Conduct
-from peerstep.rounds.known_peers import KnownPeers, parse_list, read_peer_id
+from peerstep.rounds.known_peers import KnownPeers, parse_keys, parse_list, read_peer_id
 from peerstep.rounds.relay import (
     ANSWER_SECONDS,
     DIGEST_BYTES,
@@ -239,16 +239,16 @@ class StepMatchmaking(Matchmaking):
         entries[self.peer_id] = self._sign(search.control, self.peer_id)
         relays = [peer_id for peer_id in self._candidates(search) if peer_id in joined]
         # In another order in each step: who claims a fast link and passes nothing on is not always near the leader.
-        bandwidths = {peer_id: parse_claims(entries[peer_id][:-PROOF_BYTES]).bandwidth for peer_id in relays}
+        bandwidths = {peer_id: parse_claims(entries[peer_id][:-SIGNATURE_BYTES]).bandwidth for peer_id in relays}
         relays.sort(key=lambda peer_id: bandwidths[peer_id] < statistics.median(bandwidths.values()))
         others = [peer_id for peer_id in joined if peer_id not in relays]
-        told = self.requests.relay.plan(self.peer_id, build_list(entries), relays, others)
+        told = self.requests.relay.plan(self.peer_id, build_list(entries), self.known.all_keys, relays, others)
         for peer_id, request in joined.items():
             request.answer.set_result(told[peer_id])
         return self._deal(search, entries, self.peer_id)
 
     def _deal(self, search: Search, entries: Mapping[PeerID, bytes], leader: PeerID) -> GroupInfo:
-        claims = {peer_id: parse_claims(entry[:-PROOF_BYTES]) for peer_id, entry in entries.items()}
+        claims = {peer_id: parse_claims(entry[:-SIGNATURE_BYTES]) for peer_id, entry in entries.items()}
         self.known.record_members(leader, claims)
         search.listed, self.led_by = claims.keys(), leader
         self._called_silent = called_silent(claims)
@@ -266,7 +266,7 @@ class StepMatchmaking(Matchmaking):
         request = averaging_pb2.JoinRequest(
             schema_hash=self.schema_hash,
             expiration=control.deadline,
-            gather=own,
+            gather=own + self.known.own_key,
             group_key=str(control.step),
         )
         try:
@@ -293,11 +293,11 @@ class StepMatchmaking(Matchmaking):
         if message.code == averaging_pb2.BEGIN_ALLREDUCE:
             self.awaits_list = True
             try:
-                listed = await self._receive_list(search, leader, message)
+                listed, sender = await self._receive_list(search, leader, message)
+                if listed is not None:
+                    return await self._accept_group(search, leader, own, listed, sender)
             finally:
                 self.awaits_list = False
-            if listed is not None:
-                return self._accept_group(search, leader, own, listed)
             search.given_up.add(leader)
             return None
         is_known = message.code in averaging_pb2.MessageCode.values()
@@ -336,43 +336,74 @@ class StepMatchmaking(Matchmaking):
 
     async def _receive_list(
         self, search: Search, leader: PeerID, message: averaging_pb2.MessageFromLeader
-    ) -> averaging_pb2.MessageFromLeader | None:
-        """Return a leader's list, from the members that are to pass it on if the leader has not sent it."""
-        digest, step = message.group_id, str(search.control.step)
+    ) -> tuple[averaging_pb2.MessageFromLeader | None, PeerID]:
+        """Return a leader's list, and who has sent it: the leader, or a member that is to pass it on."""
+        digest = message.group_id
         if message.gathered or len(digest) != DIGEST_BYTES:
-            return message
-        request = averaging_pb2.JoinRequest(schema_hash=self.schema_hash, gather=digest, group_key=step)
-        seconds, loop = RELAY_SECONDS + RELAY_SECONDS_PER_PEER * len(self.roster), asyncio.get_running_loop()
+            return message, leader
         for parent in dict.fromkeys((*message.ordered_peer_ids[:2], leader.to_bytes())):
-            with suppress(Exception):  # whatever it answers, the next one is asked
-                stub = self._servicer_type.get_stub(self._p2p, PeerID(parent), namespace=self._prefix)
-                async with asyncio.timeout(ANSWER_SECONDS) as patience:
-                    async with aclosing(await stub.rpc_join_group(request)) as stream:
-                        await anext(stream)  # it is there, and has the list or waits for it, too
-                        patience.reschedule(loop.time() + seconds)
-                        listed = await anext(stream)
-                if digest_of(listed) == digest:
-                    return listed
+            if (sender := read_peer_id(parent)) is not None:
+                listed = await self._ask_for_list(search, sender, digest)
+                if listed is not None and digest_of(listed) == digest:
+                    return listed, sender
+        return None, leader
+
+    async def _ask_for_list(
+        self, search: Search, peer_id: PeerID, wanted: bytes
+    ) -> averaging_pb2.MessageFromLeader | None:
+        """Ask a member for a list, or for keys in it, see `Relay.answer`; None if it sends nothing."""
+        step, loop = str(search.control.step), asyncio.get_running_loop()
+        request = averaging_pb2.JoinRequest(schema_hash=self.schema_hash, gather=wanted, group_key=step)
+        with suppress(Exception):  # whatever it answers, the next one is asked
+            stub = self._servicer_type.get_stub(self._p2p, peer_id, namespace=self._prefix)
+            async with asyncio.timeout(ANSWER_SECONDS) as patience:
+                async with aclosing(await stub.rpc_join_group(request)) as stream:
+                    await anext(stream)  # it is there, and has the list or waits for it, too
+                    patience.reschedule(loop.time() + RELAY_SECONDS + RELAY_SECONDS_PER_PEER * len(self.roster))
+                    return await anext(stream)
         return None
 
-    def _accept_group(
-        self, search: Search, leader: PeerID, own: bytes, message: averaging_pb2.MessageFromLeader
+    async def _ask_for_keys(
+        self, search: Search, leader: PeerID, sender: PeerID, digest: bytes, strangers: Collection[PeerID]
+    ) -> dict[PeerID, bytes] | None:
+        """Return the keys of strangers in a list, from its sender or its leader; None if neither can be reached.
+
+        :raises ValueError: if the leader does not know all of them
+        """
+        wanted = digest + b"".join(map(tag_of, strangers))
+        for peer_id in dict.fromkeys((sender, leader)):
+            if (answer := await self._ask_for_list(search, peer_id, wanted)) is not None:
+                keys = parse_keys(answer.gathered)
+                if keys.keys() >= {*strangers}:
+                    return keys
+                if peer_id == leader:
+                    raise ValueError("without the keys of all members")
+        return None
+
+    async def _accept_group(
+        self, search: Search, leader: PeerID, own: bytes, message: averaging_pb2.MessageFromLeader, sender: PeerID
     ) -> GroupInfo | None:
         """Return this peer's group in a leader's list; None if the list is false, or too many peers are missing.
 
-        :param own: what this peer has sent to the leader
+        :param own: this peer's entry
+        :param sender: who has sent the list
         """
         try:
             entries = parse_list(message)
-            self.known.check_list(entries, search.control.step, leader, own)
-            self.requests.relay.keep(message)
+            strangers, keys = self.known.strangers_in(entries), self.known.all_keys
+            are_known = self.known.are_mostly_known(entries)
+            if strangers and are_known:
+                keys_of_strangers = await self._ask_for_keys(search, leader, sender, digest_of(message), strangers)
+                keys, are_known = keys | (keys_of_strangers or {}), keys_of_strangers is not None
+            self.known.check_list(entries, search.control.step, leader, own, keys)
+            self.requests.relay.keep(message, keys)
         except ValueError as error:
             search.given_up.add(leader)
             self.conduct.leave_out(leader, f"formed a false group for step #{search.control.step} ({error})")
             return None
         is_small = not self._are_enough(search, entries)
-        self.conduct.record_group(leader, len(entries), is_small)
-        if not is_small and self.known.are_mostly_known(entries):
+        self.conduct.record_group(leader, len(entries), is_small or not are_known)
+        if not is_small and are_known:
             return self._deal(search, entries, leader)
         fault = "without most others" if is_small else "with many strangers"
         logger.info(f"{leader} formed a group of {len(entries)} {fault}: asking another peer to lead")

@@ -1,10 +1,13 @@
 """Lists of large groups: a leader sends its list to a few members, which pass it on.
 
-To all of 128 members a leader would send 11 MB: six seconds of a home uplink, in which they look for other leaders. To
+To all of 128 members a leader would send 5 MB: 3 seconds of a home uplink, in which they look for other leaders. To
 the others it names the digest of the list, and two members to get it from. So nobody is believed but the leader, as
 with a list that it sends itself, see KnownPeers.check_list. The list reaches the two members by different ways. A
 silent member delays those that ask it first by ANSWER_SECONDS, one that only promises it by RELAY_SECONDS or more;
 then they ask the other one, and at last the leader.
+
+Lists have no keys, which would be half of them: a member knows those of its roster from their reports. It asks who has
+sent it the list for others.
 """
 
 import asyncio
@@ -13,16 +16,19 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2
 
-MAX_DIRECT = 32  # members up to which a leader sends its list to all: 0.7 MB
+from peerstep.rounds.claims import TAG_BYTES, tag_of
+
+MAX_DIRECT = 32  # members up to which a leader sends its list to all: 0.35 MB
 FANOUT = 4  # members to which a member of a larger group passes the list on, if enough of them are public
 # A member waits as long until one that is to pass the list on says that it does; it takes a connection. With the wait
 # for the list alone, each of the silent ones cost 3.5 s among 256 trainers, and half of them asked the leader at last.
 ANSWER_SECONDS = 1.5
-# It then waits as long for the list, and longer with each peer of the roster: a list of 512 members, 0.35 MB, passes
+# It then waits as long for the list, and longer with each peer of the roster: a list of 512 members, 0.17 MB, passes
 # five uplinks of 15 Mbit/s.
 RELAY_SECONDS, RELAY_SECONDS_PER_PEER = 1.5, 1 / 128
 HOLD_SECONDS = 15.0  # for which a member that has no list yet lets others wait for it
@@ -51,18 +57,33 @@ def parents_of(leader: PeerID, relays: Sequence[PeerID], others: Sequence[PeerID
     return {member: above[index // fanout] for index, member in enumerate(below)}
 
 
+@dataclass
+class KeptList:
+    """A list that this peer passes on, once to each member: 44 KB for a request of 100 bytes."""
+
+    message: averaging_pb2.MessageFromLeader
+    keys: dict[bytes, bytes | None]  # tag of a member -> its key, if this peer has it
+    without_list: set[bytes]  # members that this peer has not sent it to
+    without_keys: set[bytes]  # members that it has sent no keys
+
+    def keys_of(self, tags: bytes) -> averaging_pb2.MessageFromLeader:
+        wanted = {tags[begin : begin + TAG_BYTES] for begin in range(0, len(tags), TAG_BYTES)}
+        found = [key for tag in wanted if (key := self.keys.get(tag))]
+        return averaging_pb2.MessageFromLeader(code=averaging_pb2.BEGIN_ALLREDUCE, gathered=found)
+
+
 class Relay:
     """The newest lists, of this peer and of others, for those that ask for them."""
 
     def __init__(self):
-        # Digest -> list, and its members that this peer has not sent it to: 88 KB for a request of 100 bytes
-        self._lists: OrderedDict[bytes, tuple[averaging_pb2.MessageFromLeader, set[bytes]]] = OrderedDict()
+        self._lists: OrderedDict[bytes, KeptList] = OrderedDict()  # by digest
         self._waiting: set[PeerID] = set()
 
-    def keep(self, message: averaging_pb2.MessageFromLeader) -> bytes:
-        """Pass a list on from now on, once to each of its members; return its digest."""
+    def keep(self, message: averaging_pb2.MessageFromLeader, keys: Mapping[PeerID, bytes]) -> bytes:
+        """Pass a list and its members' keys on from now on, once to each of them; return its digest."""
         digest = digest_of(message)
-        self._lists[digest] = message, set(message.ordered_peer_ids)
+        by_tag = {tag_of(PeerID(member)): keys.get(PeerID(member)) for member in message.ordered_peer_ids}
+        self._lists[digest] = KeptList(message, by_tag, *(set(message.ordered_peer_ids) for _ in range(2)))
         if len(self._lists) > MAX_LISTS:
             self._lists.popitem(last=False)
         return digest
@@ -71,17 +92,18 @@ class Relay:
         self,
         leader: PeerID,
         listed: averaging_pb2.MessageFromLeader,
+        keys: Mapping[PeerID, bytes],
         relays: Sequence[PeerID],
         others: Sequence[PeerID],
     ) -> dict[PeerID, averaging_pb2.MessageFromLeader]:
         """Return what the leader tells each member: the list, or who has it.
 
+        :param keys: those of the members
         :param relays: members that can be called, those on fast lines first: they are to be near the leader
         """
-        members = [*relays, *others]
+        members, digest = [*relays, *others], self.keep(listed, keys)
         if len(members) <= MAX_DIRECT:
             return dict.fromkeys(members, listed)
-        digest = self.keep(listed)
         middle = len(relays) // 2
         turned = [*relays[:middle][::-1], *relays[middle:][::-1]]
         trees = [parents_of(leader, relays, others), parents_of(leader, turned, others[::-1])]
@@ -95,11 +117,14 @@ class Relay:
                 told[member] = listed
         return told
 
-    async def answer(self, digest: bytes, peer_id: PeerID) -> averaging_pb2.MessageFromLeader:
+    async def answer(self, wanted: bytes, peer_id: PeerID) -> averaging_pb2.MessageFromLeader:
         """Return the list with a digest once this peer has it; a refusal if that takes too long, or the second time.
 
         A peer waits for one list at a time.
+
+        :param wanted: the digest; with tags behind it for the keys of these members
         """
+        digest, tags = wanted[:DIGEST_BYTES], wanted[DIGEST_BYTES:]
         until = time.monotonic() + HOLD_SECONDS
         if peer_id not in self._waiting:
             self._waiting.add(peer_id)
@@ -108,8 +133,9 @@ class Relay:
                     await asyncio.sleep(HOLD_POLL_SECONDS)
             finally:
                 self._waiting.discard(peer_id)
-        message, unserved = self._lists.get(digest, (None, set[bytes]()))
-        if message is None or peer_id.to_bytes() not in unserved:
+        kept, caller = self._lists.get(digest), peer_id.to_bytes()
+        unserved = (kept.without_keys if tags else kept.without_list) if kept else set[bytes]()
+        if kept is None or caller not in unserved:
             return averaging_pb2.MessageFromLeader(code=averaging_pb2.GROUP_DISBANDED)
-        unserved.remove(peer_id.to_bytes())
-        return message
+        unserved.remove(caller)
+        return kept.keys_of(tags) if tags else kept.message

@@ -10,9 +10,9 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils import TimedStorage
 
 from peerstep.peer.clock import run_time
-from peerstep.rounds.claims import PROOF_BYTES, parse_claims
+from peerstep.rounds.claims import KEY_BYTES, SIGNATURE_BYTES, TAG_BYTES, parse_claims
 from peerstep.rounds.conduct import Conduct
-from peerstep.rounds.known_peers import KNOWN_SECONDS, MAX_HELD_REQUESTS, STALE_SECONDS, KnownPeers
+from peerstep.rounds.known_peers import KNOWN_SECONDS, MAX_HELD_REQUESTS, MAX_STRANGERS, STALE_SECONDS, KnownPeers
 from peerstep.rounds.relay import DIGEST_BYTES, Relay
 
 MAX_REQUEST_BYTES = 1024  # of 1,024 that are held
@@ -71,7 +71,7 @@ class JoinRequests:
         for peer_id, request in self.held.items():
             if request.step != step or request.answer.done() or self.conduct.is_banned(peer_id):
                 continue
-            asked_at = parse_claims(request.entry[:-PROOF_BYTES]).asked_at
+            asked_at = parse_claims(request.entry[:-SIGNATURE_BYTES]).asked_at
             # Half of the time: the members' clocks may differ from this one
             is_fresh = self.known.is_fresh(self.known.peer_id, peer_id, asked_at, STALE_SECONDS / 2)
             if is_fresh and peer_id in self.known.public_keys:
@@ -88,13 +88,14 @@ class JoinRequests:
         is_large = request.ByteSize() > MAX_REQUEST_BYTES  # with unknown fields; it is kept while it waits
         if is_large or self.conduct.is_banned(peer_id) or self._client_mode or peer_id == self.known.peer_id:
             return averaging_pb2.PROTOCOL_VIOLATION
+        entry, key = request.gather[:-KEY_BYTES], request.gather[-KEY_BYTES:]
         try:
-            parse_claims(request.gather[:-PROOF_BYTES])
+            parse_claims(entry[:-SIGNATURE_BYTES])
         except ValueError:
             return averaging_pb2.PROTOCOL_VIOLATION  # it would make the round fail at all members
         if step <= self.finished_step:
             return averaging_pb2.NOT_LOOKING_FOR_GROUP
-        if not self.known.has_signed(peer_id, step, self.known.peer_id, request.gather):
+        if not self.known.has_signed(peer_id, step, self.known.peer_id, entry, key):
             return averaging_pb2.PROTOCOL_VIOLATION
         is_known = peer_id in self.held or peer_id in self.known.public_keys
         if len(self.held) >= MAX_HELD_REQUESTS and not is_known:
@@ -106,10 +107,12 @@ class JoinRequests:
     ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
         """Answer a request to join the group of a step: with the group, or with the leader that this peer follows.
 
-        A request with a digest is one for the list of a group: this peer may have to wait for it, too.
+        A request with a digest is one for the list of a group: this peer may have to wait for it, too. With tags of
+        members, it is one for their keys.
         """
         is_small = request.ByteSize() <= MAX_REQUEST_BYTES  # it is kept while it waits
-        if len(request.gather) == DIGEST_BYTES and is_small and peer_id in self.known.public_keys:
+        is_for_list = DIGEST_BYTES <= len(request.gather) <= DIGEST_BYTES + MAX_STRANGERS * TAG_BYTES
+        if is_for_list and is_small and peer_id in self.known.public_keys:
             yield averaging_pb2.MessageFromLeader(code=averaging_pb2.ACCEPTED)
             yield await self.relay.answer(request.gather, peer_id)
             return
@@ -119,7 +122,7 @@ class JoinRequests:
             return
         step = int(request.group_key)  # as `refuse` has checked
         loop = asyncio.get_running_loop()
-        entry = Request(step, request.gather, loop.create_future(), loop.create_future())
+        entry = Request(step, request.gather[:-KEY_BYTES], loop.create_future(), loop.create_future())
         if (before := self.held.get(peer_id)) is not None and not before.answer.done():
             before.answer.set_result(None)
         self.held[peer_id] = entry

@@ -47,7 +47,7 @@ from peerstep.reports.marks import MAX_STEP, NUM_MARKS, add_mark, parse_marks
 from peerstep.reports.progress_report import PeerProgress, parse_progress
 from peerstep.reports.records import peer_id_of
 from peerstep.rounds.bounds import MIN_WEIGHT, Bounds, ViolationError
-from peerstep.rounds.claims import PROOF_BYTES, Claims, deal, parse_claims
+from peerstep.rounds.claims import KEY_BYTES, SIGNATURE_BYTES, Claims, deal, parse_claims
 from peerstep.rounds.known_peers import MAX_HELD_REQUESTS, parse_list
 from peerstep.rounds.matchmaking import StepMatchmaking
 from peerstep.rounds.requests import parse_step
@@ -230,14 +230,14 @@ def test_groups(draw):
     packed = draw(damaged(Claims(100.0, 1.0, True, 5.0, (bytes(8),)).pack()))
     parsed = bounded(parse_claims, packed)
     assert parsed is None or (0 <= parsed.bandwidth <= 1e9 and 0 <= parsed.distance <= 1e6)
-    claims = packed + bytes(PROOF_BYTES)
+    claims = packed + bytes(SIGNATURE_BYTES)
     other = draw(damaged(b"\x12\x20" + bytes(32)))
     members = draw(altered([PEER.to_bytes(), other], most=1))
     message = build(averaging_pb2.MessageFromLeader, ordered_peer_ids=members, gathered=[claims] * 2)
     entries = None if message is None else bounded(parse_list, message)
     if entries is not None:
         assert len(entries) == len(message.ordered_peer_ids)
-        bounded(matchmaking().known.check_list, entries, 1, PEER, claims)
+        bounded(matchmaking().known.check_list, entries, 1, PEER, claims, {})
     if entries and parsed is not None and parsed.bandwidth > 0:
         (group,) = deal(1, dict.fromkeys(entries, parsed), None)
         assert set(group.peer_ids) == entries.keys()
@@ -245,7 +245,7 @@ def test_groups(draw):
     number = bounded(parse_step, key, refusals=())
     assert number is None or 0 <= number < 2**62
     schema, peer = draw(st.sampled_from([b"schema"] * 3 + [b""])), draw(st.sampled_from([b"other"] * 3 + [b"banned"]))
-    request = averaging_pb2.JoinRequest(schema_hash=schema, gather=claims, group_key=key)
+    request = averaging_pb2.JoinRequest(schema_hash=schema, gather=claims + bytes(KEY_BYTES), group_key=key)
     asked = matchmaking().requests
     asked.known.has_signed = lambda *_: True
     asked.finished_step = draw(st.sampled_from([-1, 16, 17, 2**62]))

@@ -25,7 +25,7 @@ from cotrain.admission.revocations import Revocations
 from cotrain.peer.signed_settings import choose
 from peerstep.reports.marks import parse_marks
 from peerstep.reports.progress_report import parse_progress
-from peerstep.rounds.claims import PROOF_BYTES, Claims
+from peerstep.rounds.claims import KEY_BYTES, SIGNATURE_BYTES, Claims
 from peerstep.rounds.known_peers import parse_list
 from peerstep.state.digest import Digest
 from peerstep.state.download import StateDownload, rank_donors
@@ -71,11 +71,11 @@ def loads(parse: Callable) -> Callable:
     return lambda content: parse(MSGPackSerializer.loads(content))
 
 
-ENTRY = Claims(1.0).pack() + bytes(PROOF_BYTES)
+ENTRY = Claims(1.0).pack() + bytes(SIGNATURE_BYTES)
 
 
 def make_join() -> bytes:
-    request = averaging_pb2.JoinRequest(schema_hash=b"schema", gather=ENTRY, group_key="17")
+    request = averaging_pb2.JoinRequest(schema_hash=b"schema", gather=ENTRY + bytes(KEY_BYTES), group_key="17")
     return request.SerializeToString()
 
 

@@ -49,8 +49,8 @@ class RunWithNodes(Scenario):
         self._patches.setattr(simulated_network, "SimulatedKey", keys.__getitem__)
         return self
 
-    def _verify(self, scope: bytes, entry: bytes) -> bool:
-        return verify(scope, entry)
+    def _verify(self, key: bytes, scope: bytes, entry: bytes) -> bool:
+        return verify(key, scope, entry)
 
     async def join(self, peer: Node) -> RunNode:
         async with self.joining:  # a node is created by a class that is a global of hivemind's

@@ -21,7 +21,7 @@ from hivemind.utils.crypto import RSAPrivateKey
 from peerstep.peer.clock import run_time
 from peerstep.reports.records import signer_of
 from peerstep.rounds import conduct, known_peers, matchmaking, relay, requests
-from peerstep.rounds.claims import PROOF_BYTES, Claims, parse_claims, rank, sign
+from peerstep.rounds.claims import KEY_BYTES, SIGNATURE_BYTES, Claims, parse_claims, rank, sign, tag_of
 from peerstep.rounds.matchmaking import RosterEntry, StepMatchmaking
 from peerstep.rounds.requests import parse_step
 
@@ -49,9 +49,14 @@ def subkey_of(peer_id: PeerID) -> bytes:
 
 
 def entry_of(peer_id: PeerID, leader: PeerID, claims: Claims | None = None, step: int = 1) -> bytes:
-    """Return what a peer sends to a leader to join its group."""
+    """Return a peer's entry for the list of a leader."""
     scope = known_peers.KnownPeers(peer_id, None, b"runschema").scope_of(peer_id, step, leader)
     return sign(key_of(peer_id), scope, (claims or Claims(100.0, asked_at=run_time())).pack())
+
+
+def joining(peer_id: PeerID, leader: PeerID, step: int = 1) -> averaging_pb2.JoinRequest:
+    """Return what a peer sends to a leader to join its group."""
+    return request(step, gather=entry_of(peer_id, leader, step=step) + subkey_of(peer_id))
 
 
 class Control:
@@ -428,7 +433,7 @@ async def test_banned_peer_is_left_out():
         assert (await anext(answers)).code == averaging_pb2.PROTOCOL_VIOLATION
 
 
-PROOF = bytes(PROOF_BYTES)
+PROOF = bytes(SIGNATURE_BYTES + KEY_BYTES)
 
 
 def request(
@@ -447,7 +452,7 @@ MALFORMED = [
     b"",
     CLAIMS,
     CLAIMS[:-1] + PROOF,
-    *(CLAIMS + bytes(PROOF_BYTES + 1 + number) for number in (0, 10**6, 4_190_000)),
+    *(CLAIMS + PROOF + bytes(1 + number) for number in (0, 10**6, 4_190_000)),
 ]
 MALFORMED += [claims.pack() + PROOF for claims in MALFORMED_CLAIMS]
 LARGE_FIELD = b"\xfa\x07" + b"\x80\x89\x7a" + bytes(2_000_000)  # of a number that the message does not have
@@ -471,7 +476,7 @@ async def test_first_answer_to_a_request(join_request, code):
     network.peers[ids[0]].requests.finish(3)
     async with network.join(*ids, join_request) as answers:
         assert (await anext(answers)).code == code
-    async with network.join(*ids, request(4, gather=entry_of(ids[1], ids[0], step=4))) as answers:
+    async with network.join(*ids, joining(ids[1], ids[0], step=4)) as answers:
         assert (await anext(answers)).code == averaging_pb2.ACCEPTED
 
 
@@ -482,13 +487,13 @@ async def test_request_that_was_signed_for_something_else_is_refused(leader, ste
     claims = Claims(100.0, asked_at=run_time())
     scope = known_peers.KnownPeers(ids[1], None, b"runschema").scope_of(ids[1], step, ids[leader])
     entry = sign(key_of(ids[signer]), scope, claims.pack())
-    async with network.join(*ids[:2], request(1, gather=entry)) as answers:
+    async with network.join(*ids[:2], request(1, gather=entry + subkey_of(ids[signer]))) as answers:
         assert (await anext(answers)).code == averaging_pb2.PROTOCOL_VIOLATION
 
 
 async def test_pending_requests_are_disbanded_with_the_step():
     network, ids = make_network(2)
-    async with network.join(*ids, request(gather=entry_of(ids[1], ids[0]))) as answers:
+    async with network.join(*ids, joining(ids[1], ids[0])) as answers:
         assert (await anext(answers)).code == averaging_pb2.ACCEPTED
         network.peers[ids[0]].requests.finish(1)
         assert (await anext(answers)).code == averaging_pb2.GROUP_DISBANDED
@@ -598,8 +603,8 @@ async def test_request_for_a_step_far_ahead_does_not_hide_the_others():
     network, (leader, *callers) = make_network(3)
     async with AsyncExitStack() as stack:
         for peer_id, number in zip(callers, (2**59, 1), strict=True):
-            entry = entry_of(peer_id, leader, step=number)
-            answers = await stack.enter_async_context(network.join(leader, peer_id, request(number, gather=entry)))
+            asked = joining(peer_id, leader, number)
+            answers = await stack.enter_async_context(network.join(leader, peer_id, asked))
             assert (await anext(answers)).code == averaging_pb2.ACCEPTED
         assert network.peers[leader].requests.next_step == 1
 
@@ -611,11 +616,10 @@ async def test_requests_of_a_stranger_count_for_a_short_time(clock):
     for _ in range(2):
         for seconds, step in ((0.0, 1), (1.0 + requests.STRANGER_SECONDS, -1)):
             clock.now += seconds
-            entry = entry_of(stranger, leader)
-            async with network.join(leader, stranger, request(gather=entry)) as answers:
+            async with network.join(leader, stranger, joining(stranger, leader)) as answers:
                 assert (await anext(answers)).code == averaging_pb2.ACCEPTED
                 assert network.peers[leader].requests.next_step == step
-        async with network.join(leader, known, request(3, gather=entry_of(known, leader, step=3))) as answers:
+        async with network.join(leader, known, joining(known, leader, 3)) as answers:
             assert (await anext(answers)).code == averaging_pb2.ACCEPTED
             assert network.peers[leader].requests.next_step == 3
         clock.now += known_peers.KNOWN_SECONDS
@@ -664,11 +668,28 @@ async def test_number_of_pending_requests_is_bounded(monkeypatch):
     expected = [averaging_pb2.ACCEPTED] * 2 + [averaging_pb2.GROUP_IS_FULL, averaging_pb2.ACCEPTED]
     async with AsyncExitStack() as stack:
         for peer_id, code in zip((*make_ids(9)[-3:], ids[1]), expected, strict=True):  # strangers, a known one
-            answers = await stack.enter_async_context(
-                network.join(ids[0], peer_id, request(gather=entry_of(peer_id, ids[0])))
-            )
+            answers = await stack.enter_async_context(network.join(ids[0], peer_id, joining(peer_id, ids[0])))
             assert (await anext(answers)).code == code
     assert not network.peers[ids[0]].requests.held
+
+
+@pytest.fixture
+def small_tree(monkeypatch) -> None:
+    """Let a leader of nine send its list to four, in two trees with two branches at each member."""
+    monkeypatch.setattr(relay, "MAX_DIRECT", 2)
+    monkeypatch.setattr(relay, "FANOUT", 2)
+
+
+async def never(*_) -> None:
+    await asyncio.sleep(math.inf)
+
+
+async def answer_shortened(digest: bytes, _peer_id: PeerID) -> averaging_pb2.MessageFromLeader:
+    return averaging_pb2.MessageFromLeader(code=averaging_pb2.BEGIN_ALLREDUCE, group_id=digest)
+
+
+async def answer_lists_alone(answer: Callable, answer_for_keys: Callable, wanted: bytes, peer_id: PeerID):
+    return await (answer if len(wanted) == relay.DIGEST_BYTES else answer_for_keys)(wanted, peer_id)
 
 
 class FalseLeader:
@@ -683,7 +704,7 @@ class FalseLeader:
         network.peers[peer_id].rpc_join_group = self.lead
 
     async def lead(self, request, context):
-        self.asked[context.remote_id] = request.gather
+        self.asked[context.remote_id] = request.gather[:-KEY_BYTES]
         yield averaging_pb2.MessageFromLeader(code=averaging_pb2.ACCEPTED)
         await asyncio.sleep(0.1)  # until all have asked
         entries = self.change({**self.asked, self.peer_id: entry_of(self.peer_id, self.peer_id)})
@@ -696,7 +717,7 @@ class FalseLeader:
 
 
 LEADER, *MEMBERS = make_ids(4)
-INVENTED = [PeerID(b"\x12\x20" + bytes([7, number] * 16)) for number in range(60)]
+INVENTED = PeerID(b"\x12\x20" + bytes([7, 1] * 16))
 OLD = Claims(100.0, asked_at=1.0)
 
 
@@ -711,7 +732,7 @@ FALSE_LISTS = {
     "an invented distance": lambda entries: (
         entries
         | {
-            p: Claims(0.0, 64.0, asked_at=run_time()).pack() + e[-PROOF_BYTES:]
+            p: Claims(0.0, 64.0, asked_at=run_time()).pack() + e[-SIGNATURE_BYTES:]
             for p, e in entries.items()
             if p in MEMBERS
         }
@@ -725,7 +746,7 @@ FALSE_LISTS = {
     "of another step": lambda entries: entries | {LEADER: entry_of(LEADER, LEADER, step=2)},
     "for another leader": lambda entries: entries | {LEADER: entry_of(LEADER, MEMBERS[0])},
     "old": lambda entries: entries | {LEADER: entry_of(LEADER, LEADER, OLD)},
-    "invented members": lambda entries: entries | {p: entry_of(LEADER, LEADER) for p in INVENTED},
+    "an invented member": lambda entries: entries | {INVENTED: entry_of(LEADER, LEADER)},
     "a peer ID that is none": lambda entries: entries | {NoPeerID(): b""},
 }
 
@@ -742,11 +763,12 @@ async def test_leader_of_a_false_group_leads_no_more(kind, monkeypatch, clock):
         assert not network.peers[peer_id].conduct.may_lead(ids[0])
     assert [str(ids[0]) in warning for warning in warnings] == [True] * 3, "one line at each member"
     kept = {peer_id: len(network.peers[peer_id].requests.relay._lists) for peer_id in ids[1:]}
-    assert kept == {ids[1]: 0, ids[2]: 1, ids[3]: 1}, "no false list, which may have 4 MiB"
+    assert {*kept.values()} == {1}, "the true list; no false one, which may have 4 MiB"
     step = next(step for step in range(2, 99) if min(ids, key=lambda peer_id: rank(step, peer_id)) == ids[0])
     network.know(ids)
+    network.calls.clear()
     assert_one_group(await network.find(ids[1:], step), ids[1:])
-    assert len(warnings) == 3 and network.calls.count((ids[1], ids[0])) == 1
+    assert len(warnings) == 3 and ids[0] not in {callee for _, callee in network.calls}
     clock.now += conduct.LEAVE_OUT_SECONDS
     assert network.peers[ids[1]].conduct.may_lead(ids[0])
 
@@ -800,7 +822,8 @@ async def test_groups_without_most_peers_are_not_joined():
     assert_one_group(await network.find(ids, 100), ids)
 
     async def answer(request, context):
-        pair = {context.remote_id: request.gather, ids[0]: entry_of(ids[0], ids[0], step=int(request.group_key))}
+        own = entry_of(ids[0], ids[0], step=int(request.group_key))
+        pair = {context.remote_id: request.gather[:-KEY_BYTES], ids[0]: own}
         yield averaging_pb2.MessageFromLeader(code=averaging_pb2.ACCEPTED)
         yield averaging_pb2.MessageFromLeader(
             code=averaging_pb2.BEGIN_ALLREDUCE,
@@ -837,14 +860,46 @@ async def test_peers_that_return_are_not_missed():
     assert all(network.peers[peer_id].conduct.may_lead(other) for peer_id in ids[:2] for other in ids)
 
 
-async def test_member_needs_no_report_of_another_one(clock):
-    """The leader has read it a moment before. One key that showed it to a leader alone made it lead no more."""
-    network, ids = make_network(4)
-    forget(network, ids[3], by=ids[1:3])
+@pytest.mark.parametrize("is_passed_on", [False, True])
+async def test_member_needs_no_report_of_another_one(request, clock, is_passed_on):
+    """The leader has read it a moment before. One key that showed it to a leader alone made it lead no more.
+
+    The member asks for its key: in a large group, who has passed the list on, which may have had to ask, too.
+    """
+    if is_passed_on:
+        request.getfixturevalue("small_tree")
+    network, ids = make_network(9 if is_passed_on else 4)
+    forget(network, ids[3], by=[*ids[1:3], *ids[4:]])
     begun = clock.now
     assert_one_group(await network.find(ids), ids)
     assert clock.now - begun < 2.0
     assert all(network.peers[peer_id].conduct.may_lead(ids[0]) for peer_id in ids)
+    assert {callee for _, callee in network.calls} > {ids[0]} or not is_passed_on
+
+
+@pytest.mark.usefixtures("small_tree")
+@pytest.mark.parametrize("answer", [never, answer_shortened])
+async def test_keys_that_one_member_does_not_tell_are_asked_of_the_leader(monkeypatch, answer):
+    network, ids = make_network(9)
+    forget(network, ids[3], by=ids[4:])
+    for peer_id in ids[1:]:
+        own = network.peers[peer_id].requests.relay
+        monkeypatch.setattr(own, "answer", partial(answer_lists_alone, own.answer, answer))
+    assert_one_group(await network.find(ids, timeout=30.0), ids)
+    assert all(network.peers[peer_id].conduct.may_lead(other) for peer_id in ids for other in ids)
+
+
+async def test_a_leader_that_can_be_reached_no_more_is_not_blamed_for_a_key(monkeypatch):
+    network, ids = make_network(4)
+    forget(network, ids[3], by=ids[1:2])
+    own = network.peers[ids[0]].requests.relay
+    monkeypatch.setattr(own, "answer", never)
+    found = asyncio.gather(*(network.search(peer_id)[1] for peer_id in ids[2:]), network.search(ids[0])[1])
+    _, search = network.search(ids[1])
+    assert_one_group(await found, ids)
+    await asyncio.wait({search}, timeout=10.0)
+    assert network.peers[ids[1]].conduct.may_lead(ids[0])
+    search.cancel()
 
 
 async def test_list_with_many_strangers_is_left_and_frames_nobody():
@@ -861,12 +916,13 @@ async def test_key_of_another_peer_signs_nothing():
     """A member's peer ID follows from its key."""
     network, ids = make_network(3)
     entries = {peer_id: entry_of(peer_id, ids[0]) for peer_id in ids}
-    network.peers[ids[1]].known.check_list(entries, 1, ids[0], entries[ids[1]])
+    keys = {peer_id: subkey_of(peer_id) for peer_id in ids}
+    network.peers[ids[1]].known.check_list(entries, 1, ids[0], entries[ids[1]], keys)
     scope = network.peers[ids[0]].known.scope_of(ids[2], 1, ids[0])
     for key in (key_of(ids[0]), RSAPrivateKey()):
         false = sign(key, scope, Claims(100.0, asked_at=run_time()).pack())
         with pytest.raises(ValueError, match="has not signed"):
-            network.peers[ids[1]].known.check_list(entries | {ids[2]: false}, 1, ids[0], entries[ids[1]])
+            network.peers[ids[1]].known.check_list(entries | {ids[2]: false}, 1, ids[0], entries[ids[1]], keys)
 
 
 async def test_group_in_which_nobody_reduces_is_false():
@@ -875,7 +931,7 @@ async def test_group_in_which_nobody_reduces_is_false():
     peer, claims = network.peers[ids[2]], Claims(0.0, asked_at=run_time())
     entries = {peer_id: entry_of(peer_id, ids[0], claims) for peer_id in ids}
     with pytest.raises(ValueError, match="nobody reduces"):
-        peer.known.check_list(entries, 1, ids[0], entries[ids[2]])
+        peer.known.check_list(entries, 1, ids[0], entries[ids[2]], peer.known.all_keys)
 
 
 @pytest.mark.parametrize("delay", [0.5, math.inf])
@@ -893,21 +949,6 @@ async def test_leader_of_a_large_group_waits_half_as_long_for_the_last_one(monke
         present = ids[:4]
     assert_one_group(await others, present)
     assert clock.now < 2.0
-
-
-@pytest.fixture
-def small_tree(monkeypatch) -> None:
-    """Let a leader of nine send its list to four, in two trees with two branches at each member."""
-    monkeypatch.setattr(relay, "MAX_DIRECT", 2)
-    monkeypatch.setattr(relay, "FANOUT", 2)
-
-
-async def never(*_) -> None:
-    await asyncio.sleep(math.inf)
-
-
-async def answer_shortened(digest: bytes, _peer_id: PeerID) -> averaging_pb2.MessageFromLeader:
-    return averaging_pb2.MessageFromLeader(code=averaging_pb2.BEGIN_ALLREDUCE, group_id=digest)
 
 
 @pytest.mark.usefixtures("small_tree")
@@ -975,14 +1016,14 @@ async def test_a_list_is_passed_on_to_peers_of_the_run_alone(clock):
 
 
 async def test_a_list_is_sent_once_to_each_of_its_members():
-    """Who asks again and again, or asks for one of another group, would be sent 88 KB for 100 bytes each time."""
+    """Who asks again and again, or asks for one of another group, would be sent 44 KB for 100 bytes each time."""
     network, (leader, member, other) = make_network(3)
     passed_on = network.peers[leader].requests.relay
-    digest = passed_on.keep(relay.build_list({peer_id: entry_of(peer_id, leader) for peer_id in (leader, member)}))
-    asked = request(gather=digest)
-    codes = [await codes_of(network, leader, peer_id, asked) for peer_id in (member, member, other)]
+    digest = passed_on.keep(relay.build_list({peer_id: entry_of(peer_id, leader) for peer_id in (leader, member)}), {})
     refused = [averaging_pb2.ACCEPTED, averaging_pb2.GROUP_DISBANDED]
-    assert codes == [[averaging_pb2.ACCEPTED, averaging_pb2.BEGIN_ALLREDUCE], refused, refused]
+    for asked in (request(gather=digest), request(gather=digest + tag_of(member) + tag_of(other))):
+        codes = [await codes_of(network, leader, peer_id, asked) for peer_id in (member, member, other)]
+        assert codes == [[averaging_pb2.ACCEPTED, averaging_pb2.BEGIN_ALLREDUCE], refused, refused]
 
 
 async def test_a_large_request_for_a_list_is_not_held(clock):

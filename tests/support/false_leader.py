@@ -10,7 +10,7 @@ from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2
 
 from peerstep.rounds.averager import RoundAverager
-from peerstep.rounds.claims import PROOF_BYTES, Claims, deal, parse_claims
+from peerstep.rounds.claims import SIGNATURE_BYTES, Claims, deal, parse_claims
 from peerstep.rounds.matchmaking import Search, StepMatchmaking
 from peerstep.rounds.reducer import answers_to
 from peerstep.rounds.relay import build_list
@@ -21,12 +21,12 @@ INVENTED = [PeerID(b"\x12\x20" + bytes([7, number] * 16)) for number in range(60
 
 
 def claims_of(entry: bytes) -> Claims:
-    return parse_claims(entry[:-PROOF_BYTES])
+    return parse_claims(entry[:-SIGNATURE_BYTES])
 
 
 def rewrite(entry: bytes, **changes) -> bytes:
-    """Change the claims in another peer's entry, whose signature and key stay."""
-    return replace(claims_of(entry), **changes).pack() + entry[-PROOF_BYTES:]
+    """Change the claims in another peer's entry, whose signature stays."""
+    return replace(claims_of(entry), **changes).pack() + entry[-SIGNATURE_BYTES:]
 
 
 class FalseLeader:

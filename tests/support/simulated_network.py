@@ -29,7 +29,7 @@ from peerstep.peer.averager_process import SafeAverager
 from peerstep.reports.records import RunValidator, signer_of
 from peerstep.rounds import known_peers
 from peerstep.rounds import uplink as uplink_module
-from peerstep.rounds.claims import KEY_BYTES, PROOF_BYTES, SIGNATURE_BYTES
+from peerstep.rounds.claims import SIGNATURE_BYTES
 from peerstep.rounds.matchmaking import StepMatchmaking
 from peerstep.state.averager import TrainingStateAverager
 from tests.support.simulated_time import EPOCH, SimulatedTime, owner
@@ -257,9 +257,9 @@ class Network:
         self.time.stop()
         self._patches.undo()
 
-    def _verify(self, scope: bytes, entry: bytes) -> bool:
-        packed, signature = entry[:-PROOF_BYTES], base64.b64encode(entry[-PROOF_BYTES:-KEY_BYTES])
-        return self.private_keys[entry[-KEY_BYTES:]].sign(scope + packed) == signature
+    def _verify(self, key: bytes, scope: bytes, entry: bytes) -> bool:
+        signature = base64.b64encode(entry[-SIGNATURE_BYTES:])
+        return self.private_keys[key].sign(scope + entry[:-SIGNATURE_BYTES]) == signature
 
     def _host(self, averager: SafeAverager) -> None:
         node = averager.dht
