@@ -9,8 +9,8 @@ from typing import Any
 from cotrain.common.errors import UserError
 
 # Name, and the columns of the messages or the prompt, of text after the prompt, and of the answer. A row has the first
-# shape of which it has the prompt and the answer. Case does not count. A text in the prompt's column may have a further
-# one in _EXTRA, in each shape.
+# shape of which it has the prompt and the answer. Case does not count. In each shape, a text in _EXTRA may follow one
+# of the prompt.
 SHAPES = (
     ("preference data (prompt, chosen)", "prompt", "", "chosen"),
     ("preference data of Alpaca (instruction, input, chosen)", "instruction", "input", "chosen"),

@@ -40,11 +40,13 @@ def read_json(file: TextIO) -> Iterator[Any]:
 
 
 def _rows_of(value: Any) -> list:
-    """Return the rows in a list, in {"data": [...]}, in {column: {"0": …}} or {"columns", "data"} of pandas; else the value."""
+    """Return the rows in a list, in {"data": [...]}, or in {column: {"0": …, "1": …}} of pandas; else the value."""
     if isinstance(value, dict) and value and all(isinstance(x, dict) and "0" in x for x in value.values()):
         return [{name: x.get(row) for name, x in value.items()} for row in next(iter(value.values()))]
     rows = value.get("data") if isinstance(value, dict) else value
-    if isinstance(value, dict) and isinstance(value.get("columns"), list) and isinstance(rows, list):  # "split"
+    if (
+        isinstance(value, dict) and isinstance(value.get("columns"), list) and isinstance(rows, list)
+    ):  # pandas' "split"
         return [dict(zip(value["columns"], row, strict=True)) for row in rows]
     return rows if isinstance(rows, list) and not any(isinstance(row, str) for row in rows) else [value]
 

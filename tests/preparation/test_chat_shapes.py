@@ -89,7 +89,7 @@ SHAPES = {  # name -> row, messages, shape
         {"instruction": "Add", "input": "1 2", "response": "3"},
         [message("user", "Add\n1 2"), message("assistant", "3")], "Dolly (instruction, context, response) with input",
     ),
-    "HotpotQA, whose context is no text": ({"question": "Hi", "context": {"title": ["x"]}, "answer": "Ho"}, HI, "question"),
+    "HotpotQA, of another context": ({"question": "Hi", "context": {"title": ["x"]}, "answer": "Ho"}, HI, "question"),
     "OpenAI's developer": ({"messages": [message("developer", "Be brief."), *HI]}, BRIEF, "messages"),
     "GSM8K": ({"question": "Hi", "answer": "Ho"}, HI, "question and answer"),
     "OpenOrca": ({"id": "1", "system_prompt": "Be brief.", "question": "Hi", "response": "Ho"}, BRIEF, "OpenOrca"),

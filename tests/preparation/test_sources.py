@@ -105,8 +105,16 @@ def write(folder: Path, files: dict[str, bytes]) -> None:
         ("t.jsonl", JSONL.replace("\\n", "\\r\\n").encode()),
         ("t [1].txt", TEXT.encode()),
         # pandas' orient="split": rows of lists were conversations
-        ("t.json", json.dumps({"columns": ["n", "text"], "index": [0, 1, 2, 3],
-                               "data": [[n, text] for n, text in enumerate(DOCUMENTS)]}).encode()),
+        (
+            "t.json",
+            json.dumps(
+                {
+                    "columns": ["n", "text"],
+                    "index": [0, 1, 2, 3],
+                    "data": [[n, text] for n, text in enumerate(DOCUMENTS)],
+                }
+            ).encode(),
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",  # gzip's bytes depend on the time
 )
@@ -241,7 +249,7 @@ S3_ERROR = b'<?xml version="1.0"?>\n<Error><Code>AccessDenied</Code><Message>Acc
         ({"t.txt": "Всё. ".encode() * 40 + b"\xff" + "Всё. ".encode()}, "t.txt", "byte 0xff is not utf-8"),
         ({"t.txt.gz": gzip.compress(TEXT.encode())[:50]}, "t.txt.gz", r"'t\.txt\.gz' .* \(it is cut off, .*copy it"),
         # Of a text of several blocks, the first half was taken for all
-        ({"t.txt.zst": zstd.compress(random.Random(0).randbytes(10**6).hex().encode())[: 10**6]}, "t.txt.zst", "cut off"),
+        ({"t.zst": zstd.compress(random.Random(0).randbytes(10**6).hex().encode())[:-9]}, "t.zst", "it is cut off"),
         *(({f"t.txt.{suffix}": TEXT.encode()}, f"t.txt.{suffix}", "of another kind than its name says")
           for suffix in ("gz", "bz2", "xz", "zst")),
         ({"t.jsonl": to_parquet({"text": ["a"]})}, "t.jsonl", r"is a Parquet file: let its name end in .parquet"),
