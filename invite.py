@@ -33,7 +33,9 @@ class InvitationArguments(Flags, group="Invitation"):
 
     def __post_init__(self):
         super().__post_init__()
-        require(bool(self.username.strip()) and len(self.username) <= 64, "--username must have 1 to 64 characters")
+        self.username = self.username.strip()
+        require(0 < len(self.username) <= 64, "--username must have 1 to 64 characters")
+        require(self.username.isprintable(), "--username must be one line, without control characters")
 
 
 @dataclass
@@ -48,6 +50,7 @@ class RevocationArguments(Flags, group="Revocation"):
     debug: bool = flag(False, "Show the traceback of a fatal error")
 
     def __post_init__(self):
+        self.username = self.username and self.username.strip()
         require((self.username is None) != (self.invitation is None), "pass either --username or --invitation")
 
 

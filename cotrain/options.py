@@ -150,6 +150,7 @@ class CollaborationOptions(StepSettings, PeerOptions):
             others = "--use_auto_relay, --tunnel and --announce_tunnel"
             raise ArgumentsError(f"--client_mode accepts no connections, and {others} are for them")
         require(len(self.username) <= 64, "--username must have at most 64 characters")
+        require(self.username.isprintable(), "--username must be one line, without control characters")
 
     @property
     def longest_wait(self) -> float:

@@ -245,7 +245,7 @@ class ArgumentParser(HfArgumentParser):
             require(len(paths) < 2, "--run_config takes one file")
             for path in paths:
                 self.source = self.source or f"with --run_config '{path}': "
-                args = [*map(expand_home, self.to_words(read_settings(path))), *args]
+                args = [*map(expand_home, map(os.path.expandvars, self.to_words(read_settings(path)))), *args]
                 words, warnings = translate_old_names(args, self.known_flags)
             *dataclasses, unknown = self.parse_args_into_dataclasses(
                 words, return_remaining_strings=True, look_for_args_file=False

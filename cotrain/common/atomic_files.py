@@ -44,6 +44,8 @@ def check_target(
     :param own: patterns of the names that such a folder has; one with another name, such as .git, is not replaced
     """
     require_writable(target.resolve().parent, flag)
+    if target.is_mount() and replaceable:
+        raise UserError(f"{flag}: '{target}' is a mount point, which cannot be replaced; pass a folder in it")
     if target.is_dir() and replaceable:
         if not any(target.iterdir()):
             return

@@ -187,6 +187,12 @@ def find_encoding(path: Path) -> str:
         sample = file.read(READ_CHARS)
     if not sample:
         raise UserError(f"'{path.name}' has no text; pass a file that is not empty")
+    if b"\x1b$" in sample:  # of old Japanese or Korean mails, which are ASCII with escapes
+        for escaped in ("iso2022_jp_2004", "iso2022_kr"):
+            with contextlib.suppress(UnicodeDecodeError):
+                codecs.getincrementaldecoder(escaped)().decode(sample)
+                print(f"{path.name} is read as {escaped}; if that is wrong, pass --encoding")
+                return escaped
     # A character that is cut at the end of the sample is no damage.
     text = codecs.getincrementaldecoder("utf-8")("replace").decode(sample, final=len(sample) < READ_CHARS)
     # A damaged file is still UTF-8 if most characters of several bytes are right. Reading it names the damage.

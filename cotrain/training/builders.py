@@ -18,6 +18,7 @@ from transformers import get_linear_schedule_with_warmup
 from transformers.pytorch_utils import Conv1D
 
 from cotrain.common.errors import UserError
+from cotrain.data.manifest import Manifest
 from cotrain.models.pretrained import digest_weights
 from cotrain.options import TrainerOptions
 from cotrain.settings import Hyperparameters, check_compression
@@ -147,8 +148,11 @@ def build_optimizer(
         ),
         **_step_options(training_args),
     )
+    # Trainers with another tokenizer, or another base, are ignored.
+    if args.dataset.task is None:
+        optimizer.tracker.schema += Manifest.load(args.dataset.dataset_path).tokenizer_sha256[:8]
     if hasattr(model, "peft_config") and args.dataset.lora_rank is not None and args.dataset.task is None:
-        optimizer.tracker.schema += digest_weights(args.dataset, args.adopted)  # trainers with another are ignored
+        optimizer.tracker.schema += digest_weights(args.dataset, args.adopted)
     return optimizer
 
 

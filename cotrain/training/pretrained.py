@@ -89,6 +89,8 @@ def load_checkpoint(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerB
     except Exception as error:
         what = f"the weights of '{folder}' cannot be read ({first_line(error)})"
         raise UserError(f"CHECKPOINT: {what}; {CHECKPOINT_REMEDY}") from None
+    if not all(parameter.isfinite().all() for parameter in model.parameters()):
+        raise UserError(f"CHECKPOINT: weights of '{folder}' are NaN or Inf; {CHECKPOINT_REMEDY}")
     if info["missing_keys"]:
         missing = ", ".join(sorted(info["missing_keys"])[:3])
         raise UserError(f"CHECKPOINT: '{folder}' lacks weights of a language model ({missing}); {CHECKPOINT_REMEDY}")

@@ -153,9 +153,9 @@ class OtherTrainers:
             )
         elif fields.get("schema") != schema:
             message = (
-                "A trainer of this run has another model, other initial weights (see join_run), another compression, "
-                "another interval of averaged parameters, or only one of both has local updates: they do not average "
-                "with each other. Pass the same options to all peers"
+                "A trainer of this run has another model or tokenizer, other initial weights (see join_run), another "
+                "compression, another interval of averaged parameters, or only one of both has local updates: they do "
+                "not average with each other. Pass the same options to all peers"
             )
         else:
             return True

@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
-from typing import AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
+from typing import Any, AsyncIterator  # noqa: UP035  hivemind does not recognize that of collections.abc
 
 from hivemind.averaging.control import AveragingStage, StepControl
 from hivemind.averaging.group_info import GroupInfo
@@ -28,17 +28,10 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils import get_logger
 from hivemind.utils.crypto import RSAPrivateKey
 
-from peerstep.rounds.claims import SIGNATURE_BYTES, called_silent, deal, parse_claims, rank, tag_of
+from peerstep.rounds.claims import SIGNATURE_BYTES, called_silent, deal, parse_claims, rank
 from peerstep.rounds.conduct import Conduct
-from peerstep.rounds.known_peers import KnownPeers, parse_keys, parse_list, read_peer_id
-from peerstep.rounds.relay import (
-    ANSWER_SECONDS,
-    DIGEST_BYTES,
-    RELAY_SECONDS,
-    RELAY_SECONDS_PER_PEER,
-    build_list,
-    digest_of,
-)
+from peerstep.rounds.known_peers import KnownPeers, parse_list, read_peer_id
+from peerstep.rounds.relay import ListReader, build_list
 from peerstep.rounds.requests import JoinRequests, Request
 
 logger = get_logger(__name__)
@@ -115,6 +108,7 @@ class StepMatchmaking(Matchmaking):
         self.known = KnownPeers(self.peer_id, private_key, self._prefix.encode() + schema_hash)
         self.conduct = Conduct(self.peer_id, getattr(dht, "describe", str))
         self.requests = JoinRequests(schema_hash, self.client_mode, self.known, self.conduct)
+        self.lists = ListReader(schema_hash, self._stub)
         self.led_by = self.peer_id  # leader of the last group
         self.is_split = False  # whether its list had other groups
         self.awaits_list = False  # whether a leader has begun, and other members are to pass its list on
@@ -259,6 +253,9 @@ class StepMatchmaking(Matchmaking):
     def _sign(self, control: RoundControl, leader: PeerID) -> bytes:
         return self.known.sign(control.data_for_gather, control.step, leader, self.conduct.silent)
 
+    def _stub(self, peer_id: PeerID) -> Any:
+        return self._servicer_type.get_stub(self._p2p, peer_id, namespace=self._prefix)
+
     async def _follow(self, search: Search, leader: PeerID, redirected: bool = False) -> GroupInfo | None:
         """Ask a peer to lead and wait until it begins; None if it does not."""
         control = search.control
@@ -270,9 +267,8 @@ class StepMatchmaking(Matchmaking):
             group_key=str(control.step),
         )
         try:
-            stub = self._servicer_type.get_stub(self._p2p, leader, namespace=self._prefix)
             async with asyncio.timeout(self.request_timeout):
-                stream = await stub.rpc_join_group(request)
+                stream = await self._stub(leader).rpc_join_group(request)
             async with aclosing(stream):
                 async with asyncio.timeout(self.request_timeout):
                     message = await anext(stream)
@@ -293,7 +289,7 @@ class StepMatchmaking(Matchmaking):
         if message.code == averaging_pb2.BEGIN_ALLREDUCE:
             self.awaits_list = True
             try:
-                listed, sender = await self._receive_list(search, leader, message)
+                listed, sender = await self.lists.receive(control.step, leader, message, len(self.roster))
                 if listed is not None:
                     return await self._accept_group(search, leader, own, listed, sender)
             finally:
@@ -334,52 +330,6 @@ class StepMatchmaking(Matchmaking):
             # A stream cannot be closed while something waits for its next message.
             await asyncio.gather(message, return_exceptions=True)
 
-    async def _receive_list(
-        self, search: Search, leader: PeerID, message: averaging_pb2.MessageFromLeader
-    ) -> tuple[averaging_pb2.MessageFromLeader | None, PeerID]:
-        """Return a leader's list, and who has sent it: the leader, or a member that is to pass it on."""
-        digest = message.group_id
-        if message.gathered or len(digest) != DIGEST_BYTES:
-            return message, leader
-        for parent in dict.fromkeys((*message.ordered_peer_ids[:2], leader.to_bytes())):
-            if (sender := read_peer_id(parent)) is not None:
-                listed = await self._ask_for_list(search, sender, digest)
-                if listed is not None and digest_of(listed) == digest:
-                    return listed, sender
-        return None, leader
-
-    async def _ask_for_list(
-        self, search: Search, peer_id: PeerID, wanted: bytes
-    ) -> averaging_pb2.MessageFromLeader | None:
-        """Ask a member for a list, or for keys in it, see `Relay.answer`; None if it sends nothing."""
-        step, loop = str(search.control.step), asyncio.get_running_loop()
-        request = averaging_pb2.JoinRequest(schema_hash=self.schema_hash, gather=wanted, group_key=step)
-        with suppress(Exception):  # whatever it answers, the next one is asked
-            stub = self._servicer_type.get_stub(self._p2p, peer_id, namespace=self._prefix)
-            async with asyncio.timeout(ANSWER_SECONDS) as patience:
-                async with aclosing(await stub.rpc_join_group(request)) as stream:
-                    await anext(stream)  # it is there, and has the list or waits for it, too
-                    patience.reschedule(loop.time() + RELAY_SECONDS + RELAY_SECONDS_PER_PEER * len(self.roster))
-                    return await anext(stream)
-        return None
-
-    async def _ask_for_keys(
-        self, search: Search, leader: PeerID, sender: PeerID, digest: bytes, strangers: Collection[PeerID]
-    ) -> dict[PeerID, bytes] | None:
-        """Return the keys of strangers in a list, from its sender or its leader; None if neither can be reached.
-
-        :raises ValueError: if the leader does not know all of them
-        """
-        wanted = digest + b"".join(map(tag_of, strangers))
-        for peer_id in dict.fromkeys((sender, leader)):
-            if (answer := await self._ask_for_list(search, peer_id, wanted)) is not None:
-                keys = parse_keys(answer.gathered)
-                if keys.keys() >= {*strangers}:
-                    return keys
-                if peer_id == leader:
-                    raise ValueError("without the keys of all members")
-        return None
-
     async def _accept_group(
         self, search: Search, leader: PeerID, own: bytes, message: averaging_pb2.MessageFromLeader, sender: PeerID
     ) -> GroupInfo | None:
@@ -393,8 +343,8 @@ class StepMatchmaking(Matchmaking):
             strangers, keys = self.known.strangers_in(entries), self.known.all_keys
             are_known = self.known.are_mostly_known(entries)
             if strangers and are_known:
-                keys_of_strangers = await self._ask_for_keys(search, leader, sender, digest_of(message), strangers)
-                keys, are_known = keys | (keys_of_strangers or {}), keys_of_strangers is not None
+                found = await self.lists.ask_for_keys(search.control.step, leader, sender, message, strangers)
+                keys, are_known = keys | (found or {}), found is not None
             self.known.check_list(entries, search.control.step, leader, own, keys)
             self.requests.relay.keep(message, keys)
         except ValueError as error:

@@ -15,13 +15,16 @@ import hashlib
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from typing import Any
 
 from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2
 
 from peerstep.rounds.claims import TAG_BYTES, tag_of
+from peerstep.rounds.known_peers import parse_keys, read_peer_id
 
 MAX_DIRECT = 32  # members up to which a leader sends its list to all: 0.35 MB
 FANOUT = 4  # members to which a member of a larger group passes the list on, if enough of them are public
@@ -139,3 +142,65 @@ class Relay:
             return averaging_pb2.MessageFromLeader(code=averaging_pb2.GROUP_DISBANDED)
         unserved.remove(caller)
         return kept.keys_of(tags) if tags else kept.message
+
+
+class ListReader:
+    """Gets lists, and the keys that lists lack, from members.
+
+    :param stub: returns that of a peer, which has `rpc_join_group`
+    """
+
+    def __init__(self, schema_hash: bytes, stub: Callable[[PeerID], Any]):
+        self._schema_hash, self._stub = schema_hash, stub
+
+    async def receive(
+        self, step: int, leader: PeerID, message: averaging_pb2.MessageFromLeader, num_peers: int
+    ) -> tuple[averaging_pb2.MessageFromLeader | None, PeerID]:
+        """Return a leader's list, and who has sent it: the leader, or a member that is to pass it on.
+
+        :param num_peers: in the roster
+        """
+        digest = message.group_id
+        if message.gathered or len(digest) != DIGEST_BYTES:
+            return message, leader
+        for parent in dict.fromkeys((*message.ordered_peer_ids[:2], leader.to_bytes())):
+            if (sender := read_peer_id(parent)) is not None:
+                listed = await self._ask(step, sender, digest, RELAY_SECONDS + RELAY_SECONDS_PER_PEER * num_peers)
+                if listed is not None and digest_of(listed) == digest:
+                    return listed, sender
+        return None, leader
+
+    async def ask_for_keys(
+        self,
+        step: int,
+        leader: PeerID,
+        sender: PeerID,
+        listed: averaging_pb2.MessageFromLeader,
+        strangers: Collection[PeerID],
+    ) -> dict[PeerID, bytes] | None:
+        """Return the keys of strangers in a list, from its sender or its leader; None if neither can be reached.
+
+        :raises ValueError: if the leader does not know all of them
+        """
+        wanted = digest_of(listed) + b"".join(map(tag_of, strangers))
+        for peer_id in dict.fromkeys((sender, leader)):
+            if (answer := await self._ask(step, peer_id, wanted, RELAY_SECONDS)) is not None:
+                keys = parse_keys(answer.gathered)
+                if keys.keys() >= {*strangers}:
+                    return keys
+                if peer_id == leader:
+                    raise ValueError("without the keys of all members")
+        return None
+
+    async def _ask(
+        self, step: int, peer_id: PeerID, wanted: bytes, seconds: float
+    ) -> averaging_pb2.MessageFromLeader | None:
+        """Ask a member for a list, or for keys in it, see `Relay.answer`; None if it sends nothing in so long."""
+        request = averaging_pb2.JoinRequest(schema_hash=self._schema_hash, gather=wanted, group_key=str(step))
+        with suppress(Exception):  # whatever it answers, the next one is asked
+            async with asyncio.timeout(ANSWER_SECONDS) as patience:
+                async with aclosing(await self._stub(peer_id).rpc_join_group(request)) as stream:
+                    await anext(stream)  # it is there, and has the list or waits for it, too
+                    patience.reschedule(asyncio.get_running_loop().time() + seconds)
+                    return await anext(stream)
+        return None

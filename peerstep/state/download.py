@@ -108,13 +108,16 @@ class StateDownload:
         """Ask each donor once. Sets `_may_retry` after a failure that may be temporary, such as a lost connection."""
         self._may_retry = self._told_credible_step = self.believes_all = self._asks_again = False
         self._slow.clear()
-        offers, reports = await asyncio.gather(self._read("state_averager.all_averagers"), self._read_reports())
-        if self._may_retry:  # without the reports, anybody that offers a state would vote
+        names = "state_averager.all_averagers", "training_progress"
+        offers, records = await asyncio.gather(*(read_records(self.averager, name) for name in names))
+        if offers is None or records is None:  # without the reports, anybody that offers a state would vote
+            self._may_retry = True
             return None
+        reports = self._parse_reports(records)
         self._trainers = {peer for peer, report in reports.items() if not report.client_mode}
-        members, newest = self._choose_members(offers), self._newest_step(reports)
+        members, newest = self._trainers or likely_donors(offers, self.averager), self._newest_step(reports)
         self._queue, self._doubtful = rank_donors(offers, self.max_step, self.averager.peer_id, members, newest)
-        voters = random.sample(members, min(self.NUM_VOTERS + 1, len(members)))  # one of them may be the donor
+        voters = random.sample([*members], min(self.NUM_VOTERS + 1, len(members)))  # one of them may be the donor
         slots, asked = asyncio.Semaphore(self.MAX_DIALS), {*voters, *self._queue, *self._doubtful}
         self._dials = {peer: asyncio.create_task(self._dial(peer, slots)) for peer in asked}
         self._before = {peer: asyncio.create_task(self._ask_digest(peer, self._first_seed)) for peer in voters}
@@ -146,22 +149,10 @@ class StateDownload:
             return math.inf
         return self.credible_step + self.STEP_SLACK + time.monotonic() - self.started
 
-    async def _read(self, name: str) -> dict:
-        """Return the records of the run under a key, by subkey; empty if they cannot be read."""
-        run_id = self.averager.prefix.removesuffix("_state_averager")
-        try:
-            async with asyncio.timeout(READ_TIMEOUT):
-                found = await self.averager.dht.get(f"{run_id}_{name}", latest=True, return_future=True)  # pyright: ignore[reportGeneralTypeIssues]
-            return found.value if found is not None and isinstance(found.value, dict) else {}
-        except Exception as error:
-            logger.warning(f"Could not read from the DHT which peers offer a state ({describe(error)}); trying again")
-            self._may_retry = True
-            return {}
-
-    async def _read_reports(self) -> dict[PeerID, PeerProgress]:
+    def _parse_reports(self, records: dict) -> dict[PeerID, PeerProgress]:
         """Return the trainers' reports, with `marks` those of their side."""
         reports = {}
-        for subkey, report in read_progress(await self._read("training_progress")).items():
+        for subkey, report in read_progress(records).items():
             with suppress(ValueError):
                 reports[signer_of(subkey)] = report
         reports.pop(self.averager.peer_id, None)
@@ -180,13 +171,6 @@ class StateDownload:
         if self.credible_step is None and steps:
             self.credible_step = steps[min(1, len(steps) - 1)]
         return math.inf if self.credible_step is None else self.credible_step - 1
-
-    def _choose_members(self, offers: dict) -> list[PeerID]:
-        donors = set(read_offers(offers)) - {self.averager.peer_id}
-        addresses = getattr(self.averager.dht, "initial_peers", None) or ()
-        told = {str(address).rpartition("/p2p/")[2] for address in addresses}
-        members = self._trainers or {donor for donor in donors if str(donor) in told}
-        return list(members or donors)
 
     async def _dial(self, donor: PeerID, slots: asyncio.Semaphore) -> Exception | None:
         """Connect to a donor. Return the error, if there is one."""
@@ -246,20 +230,18 @@ class StateDownload:
         return "no other trainer has confirmed it" if needs_vote and not any(votes) else ""
 
     def _are_others(self, donor: PeerID) -> bool:
+        """Whether others than a donor may confirm its state."""
         return bool(self._trainers - {donor} or self._reached([peer for peer in self._before if peer != donor]))
 
     async def _may_be_confirmed(self, donor: PeerID) -> bool:
         """Whether a voter says that it has about the state which the donor says it has, or nobody is to be asked.
 
-        Monitor and evaluator took a state in vain three times, for two minutes each, from the thin line of the only
-        trainer that two homes away and one behind a router could reach; its rounds took up to a minute meanwhile.
+        Monitor and evaluator took one in vain, for two minutes each of a thin line, whose rounds took a minute.
         """
         said = {peer: digest for peer, task in self._before.items() if (digest := await task) is not None}
-        if (own := said.pop(donor, None)) is None:
-            return bool(said) or not self._are_others(donor)
-        sizes = torch.tensor([parameter.numel() for parameter in self.layout.parameters], dtype=torch.float64)
-        agree = (is_near(own, other, sizes, None, torch.zeros(len(sizes))) for other in said.values())
-        return any(agree) or not self._are_others(donor)
+        own, sizes = said.pop(donor, None), self.layout.sizes
+        near = (own is None or is_near(own, other, sizes, None, torch.zeros(len(sizes))) for other in said.values())
+        return any(near) or not self._are_others(donor)
 
     async def _agrees(self, peer: PeerID, own: Digest, said: dict[PeerID, Digest]) -> bool:
         """Whether a voter has about the state of a donor: as near as it is to further voters, and as it has moved.
@@ -268,8 +250,7 @@ class StateDownload:
 
         :param own, said: of the donor's state, and what all voters say of theirs, with the same seed
         """
-        first, other = len(self.layout.parameters), said[peer]
-        sizes = torch.tensor([parameter.numel() for parameter in self.layout.parameters], dtype=torch.float64)
+        first, other, sizes = len(self.layout.parameters), said[peer], self.layout.sizes
         further = [distances(other, digest)[:first] for voter, digest in said.items() if voter != peer]
         spread = torch.stack(further).median(dim=0).values if len(further) > 1 else torch.zeros(first)
         if is_near(own, other, sizes, torch.zeros(first), spread):
@@ -359,6 +340,25 @@ class StateDownload:
         if seconds > self.SLOW_SECONDS and is_judged and is_behind:
             self._slow[donor] = seconds
             raise ConnectionError(f"slow: it would take {seconds:.0f} seconds; asking another donor")
+
+
+def likely_donors(offers: dict, averager: SafeAverager) -> set[PeerID]:
+    """Return the donors that a peer has been told as initial peers; all donors if there are none of these."""
+    donors = set(read_offers(offers)) - {averager.peer_id}
+    told = {str(address).rpartition("/p2p/")[2] for address in getattr(averager.dht, "initial_peers", None) or ()}
+    return {donor for donor in donors if str(donor) in told} or donors
+
+
+async def read_records(averager: SafeAverager, name: str) -> dict | None:
+    """Return the records of a run under a key, by subkey; None, with a warning, if they cannot be read."""
+    run_id = averager.prefix.removesuffix("_state_averager")
+    try:
+        async with asyncio.timeout(READ_TIMEOUT):
+            found = await averager.dht.get(f"{run_id}_{name}", latest=True, return_future=True)  # pyright: ignore[reportGeneralTypeIssues]
+        return found.value if found is not None and isinstance(found.value, dict) else {}
+    except Exception as error:
+        logger.warning(f"Could not read from the DHT which peers offer a state ({describe(error)}); trying again")
+        return None
 
 
 def read_offers(offers: object) -> dict[PeerID, float]:

@@ -45,6 +45,7 @@ class StateLayout:
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.optimizer = optimizer
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.sizes = torch.tensor([parameter.numel() for parameter in self.parameters], dtype=torch.float64)
         self.names = [name for _, name in self._statistics()]
         self.max_metadata_bytes = 2**16 + 256 * len(self.names)  # of a state; a name has some 10 bytes
         self.num_groups = len(self.groups(self.tensors()))

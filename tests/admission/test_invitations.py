@@ -121,7 +121,10 @@ def test_script(tmp_path, monkeypatch, capfd):
         assert re.match(r"Revoked \d invitations: authority\.revoked", run("revoke", *args))
         return Revocations.parse(Path("authority.revoked").read_bytes(), bob.authority)
 
-    first = run("--username", "alice", "--output", "alice-1.invitation")
+    first = run("--username", " alice ", "--output", "alice-1.invitation")  # no other name, which looks the same
+    with pytest.raises(SystemExit, match="2"):
+        run("--username", "al\nice", "--output", "x")
+    assert "without control characters" in capfd.readouterr().err
     assert "Created authority.key" in first and "Invited alice" in first
     assert "Created" not in run("--username", "bob", "--output", "bob.invitation", "--days", "7")
     run("--username", "alice", "--output", "alice-2.invitation")

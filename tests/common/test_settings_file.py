@@ -55,6 +55,12 @@ def test_a_value_is_that_of_the_command_line(parse, content, name, value):
     assert found == value and type(found) is type(value)
 
 
+def test_variables_are_meant_as_in_a_shell(parse, monkeypatch):
+    """A folder called $HOME had the identity and the checkpoints."""
+    monkeypatch.setenv("RUNS", "/data")
+    assert parse("output_dir: $RUNS/a$b")["output_dir"] == "/data/a$b"
+
+
 @pytest.mark.parametrize("option", ["--run_config", "--run-config"])
 def test_the_command_line_has_the_last_word(parse, tmp_path, option):
     (tmp_path / "other.yaml").write_text("learning_rate: 0.125", encoding="utf-8")

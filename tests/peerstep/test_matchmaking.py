@@ -1053,7 +1053,7 @@ async def test_a_silent_member_is_asked_once_for_a_list(monkeypatch, clock):
 @pytest.mark.usefixtures("small_tree")
 async def test_a_list_that_comes_late_is_awaited_but_not_from_a_silent_member(monkeypatch, clock):
     """Each silent one cost as much as a slow one: among 256 trainers half of them asked the leader at last."""
-    monkeypatch.setattr(matchmaking, "RELAY_SECONDS", 6.0)
+    monkeypatch.setattr(relay, "RELAY_SECONDS", 6.0)
     network, ids = make_network(9)
     silent, slow = network.peers[ids[1]], network.peers[ids[2]].requests.relay
     join, pass_on = silent.rpc_join_group, slow.answer

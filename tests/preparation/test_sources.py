@@ -160,6 +160,13 @@ def test_a_changed_file_is_noticed_whatever_its_name(tmp_path):
         ("Всеобщая декларация прав человека.\n\nВсе люди рождаются свободными и равными.", "koi8_r", "koi8_r"),
         ("すべての人間は、生れながらにして自由であり、\n\n尊厳と権利とについて平等である。", "shift_jis", "cp932"),
         ("人人生而自由，在尊严和权利上一律平等。\n\n他们赋有理性和良心。", "gb18030", "gb18030"),
+        # As old mails, which are ASCII with escapes
+        (
+            "すべての人間は、生れながらにして自由であり、\n\n尊厳と権利とについて平等である。",
+            "iso2022_jp",
+            "iso2022_jp_2004",
+        ),
+        ("모든 인간은 태어날 때부터\n\n자유로우며 동등하다.", "iso2022_kr", "iso2022_kr"),
     ],
 )
 @pytest.mark.parametrize("name", ["t.txt", "t.csv", "t.txt.gz"])
@@ -168,7 +175,7 @@ def test_the_encoding_is_found_and_printed(tmp_path, capsys, text, encoding, fou
     content = content.encode(encoding)
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     assert read(tmp_path, name) == sorted(text.split("\n\n"))
-    assert f"{name} is read as {found}, as in '" in capsys.readouterr().out
+    assert f"{name} is read as {found}" in capsys.readouterr().out
     assert read(tmp_path, name, encoding=encoding) == sorted(text.split("\n\n"))
 
 

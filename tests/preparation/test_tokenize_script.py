@@ -19,7 +19,7 @@ from transformers import AlbertConfig, AutoTokenizer, BertConfig, BertTokenizer,
 
 import tokenize_wikitext103
 from arguments import DatasetArguments
-from cotrain.common.atomic_files import new_file, new_folder, temporary_folder
+from cotrain.common.atomic_files import check_target, new_file, new_folder, temporary_folder
 from cotrain.common.errors import UserError
 from cotrain.data.archive import DATASET, TOKENIZER, file_sha256, write_archive
 from cotrain.data.loading import load_split
@@ -309,6 +309,14 @@ def test_a_dataset_is_replaced_only_on_demand_and_only_when_complete(tmp_path, p
     tokenize_wikitext103.prepare(arguments(tmp_path, overwrite=True, seed=1, **flags))
     assert Manifest.load(tmp_path / "dataset").seed == 1
     assert sorted(os.listdir(tmp_path)) == ["cache", "dataset", "tokenizer"]
+
+
+def test_a_mount_point_is_refused_before_the_work(tmp_path, monkeypatch):
+    """It cannot be renamed: a Docker volume was filled for an hour in vain."""
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "volume")
+    (tmp_path / "volume").mkdir()
+    with pytest.raises(UserError, match="is a mount point, which cannot be replaced; pass a folder in it"):
+        check_target(tmp_path / "volume", "--output_path", replaceable=("manifest.json",))
 
 
 def test_what_a_killed_run_leaves_is_removed_or_undone(tmp_path):
