@@ -55,7 +55,7 @@ PARTS = ("prepare", "evening", "trl", "speed", "report")
 UPLINK, DOWNLINK, LATENCY = 14.7, 112.0, 23.0  # Mbit/s and milliseconds
 VOLUNTEERS = ("alice", "bob", "carol", "dana")
 EVENTS = ((1, "start", "dana"), (3, "kill", "bob"), (6, "sleep", "alice"))  # global step, method of Evening, volunteer
-AWAY = {"kill": ("start", 90.0), "sleep": ("wake", 150.0)}  # what follows, after how many seconds
+AWAY = {"kill": ("start", 90.0), "sleep": ("wake", 600.0)}  # what follows, after how many seconds
 QUESTIONS, MAX_ANSWER = 20, 120  # tokens
 
 
@@ -476,7 +476,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--max_seq_length", type=int, default=256)
     parser.add_argument("--target_batch_size", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup_steps", type=int, default=2)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="of TRL")
     parser.add_argument("--minutes", type=float, default=60.0, help="after which an evening that has not ended fails")
