@@ -60,7 +60,6 @@ def main() -> None:
     from cotrain.common.argument_parser import parse_arguments
 
     (args,) = parse_arguments([DemoArguments], __doc__)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: an exception, which stops the processes
     started = time.monotonic()
     with new_demo_folder(Path(args.output_dir)) as folder:
         workers = Workers(folder)

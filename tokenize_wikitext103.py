@@ -19,7 +19,6 @@ import math
 import os
 import re
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -175,7 +174,6 @@ def main() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if args.num_proc == 1 else "false"  # threads or processes, not both
     if not sys.stderr.isatty():
         os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # they write hundreds of lines into a log
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: an exception, which removes temporary files
     if args.archive is not None:
         check_target(Path(args.archive), "--archive", args.overwrite)
     require_writable(Path(args.output_path).parent, "--output_path")

@@ -187,6 +187,7 @@ class Peer:
         if search.done():
             group = search.result()
             self.run.begun[step].append((clock.now, group.group_id))
+            self.run.waits[step].append(clock.now - began)
             reducers = sum(not self.run.by_id[peer_id].client_mode for peer_id in group.peer_ids)
             number = len(group.peer_ids) if not self.client_mode else 0
             self.count("streams", "sent", STREAM_BYTES * reducers, reducers)
@@ -228,6 +229,7 @@ class Run:
         self.rng, self.clock, self.read_bytes = random.Random(seed), clock, READ_BYTES * number
         self.records, self.keys, self.by_id = {}, {}, {}
         self.due, self.begun, self.missed = defaultdict(list), defaultdict(list), defaultdict(list)
+        self.waits = defaultdict(list)  # seconds from due to begun, of each trainer
         target = round(MEAN_RATE * number * STEP_SECONDS)
         self.options = Options(batch_size_per_step=1, target_batch_size=target, **options)
         self.peers = [Peer(self, index) for index in range(number)]
@@ -291,19 +293,21 @@ def percent(values: list[float], part: float) -> float:
 def show(run: Run, seconds: float) -> None:
     stayed = [peer for peer in run.peers if peer.joined_at == 0 and not peer.has_left]
     steps = [step for step in sorted(run.begun) if run.begun[step]][2:-1]  # rates are known, and the step is over
-    waits, shares, spread, groups = [], [], [], []
+    waits, shares, spread, groups, own = [], [], [], [], []
     for step in steps:
         due, begun = run.due[step], [time for time, _ in run.begun[step]]
         sizes = Counter(group_id for _, group_id in run.begun[step])
         waits.append(statistics.median(begun) - min(due))
+        own.append(statistics.median(run.waits[step]))
         spread.append(percent(due, 0.95) - min(due))
         shares.append(sizes.most_common(1)[0][1] / (len(begun) + len(run.missed[step])))
         groups.append(len(sizes))
     print(
         f"{len(stayed)} of {len(run.peers)} trainers stayed; {len(steps)} steps; in the largest group "
         f"{statistics.fmean(shares):.1%}, at least {min(shares):.1%}; {statistics.fmean(groups):.1f} groups; from the "
-        f"first due to begun {statistics.fmean(waits):.1f} s, at most {max(waits):.1f} s; 95 % due within "
-        f"{statistics.fmean(spread):.1f} s; {60 * statistics.median(p.reads for p in stayed) / seconds:.1f} reads and "
+        f"first due to begun {statistics.fmean(waits):.1f} s, at most {max(waits):.1f} s, and from its own due of the "
+        f"median trainer {statistics.fmean(own):.1f} s; 95 % due within {statistics.fmean(spread):.1f} s; "
+        f"{60 * statistics.median(p.reads for p in stayed) / seconds:.1f} reads and "
         f"{60 * statistics.median(p.stores for p in stayed) / seconds:.1f} stores of a trainer in a minute"
     )
     for kind in ("requests", "lists", "streams"):

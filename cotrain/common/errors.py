@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import signal
 import sys
 import tempfile
 import threading
@@ -181,6 +182,9 @@ def run_script(main: Callable[[], None]) -> None:
     if "NO_COLOR" in os.environ:
         os.environ.setdefault("HIVEMIND_COLORS", "false")  # read when hivemind is imported
     sys.stdout, sys.stderr = _keep_writing(sys.stdout, 1), _keep_writing(sys.stderr, 2)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: an exception, which removes temporary files
+        if signal.getsignal(number) == signal.SIG_DFL:  # of nohup, SIGHUP is ignored
+            signal.signal(number, signal.default_int_handler)
     timer = threading.Timer(FIRST_WORD_SECONDS, announce_imports)
     timer.daemon = True
     timer.start()

@@ -83,7 +83,10 @@ def load_checkpoint(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerB
 
             with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
                 names = set(file.keys())
-            model = PeftModel.from_pretrained(model, folder, config=adapters)
+            try:
+                model = PeftModel.from_pretrained(model, folder, config=adapters)
+            except RuntimeError:  # torch names each weight
+                raise ValueError(f"its adapters are of another base than '{source}'") from None
             if names != set(get_peft_model_state_dict(model)):
                 raise ValueError("adapters are missing")
     except Exception as error:

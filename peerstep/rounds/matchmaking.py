@@ -40,7 +40,9 @@ LEADER_MARGIN = 2.0  # seconds after which a leader that should have begun is ab
 RETRY_SECONDS = 1.0  # before an unreachable leader is asked again
 POLL_SECONDS = 0.05  # between two looks at who has asked, whether the step is due, or an answer has come
 MAX_ABSENCES = 2  # consecutive rounds that a peer may miss before leaders stop waiting for it
-MISSING_PART = 32  # for one missing of as many peers, leaders wait half as long: in large runs some have just left
+# For one missing of as many peers, leaders wait half as long, and for one of more even less, but LEAST_PART of it: in
+# large runs some have just left.
+MISSING_PART, LEAST_PART = 32, 0.25
 # As many thirds of the expected peers are in a group, or it waits for SMALL_SECONDS longer. With half of them, one key
 # beside four trainers made two groups of three, in which nothing bounds its weight.
 LEAST_THIRDS, SMALL_SECONDS = 2, 4.0
@@ -198,8 +200,8 @@ class StepMatchmaking(Matchmaking):
         expected = self._expected(search)
         missing = expected - joined.keys()
         seconds = self.min_matchmaking_time if missing else 0.0
-        if MISSING_PART * len(missing) <= len(expected):
-            seconds /= 2
+        if (part := MISSING_PART * len(missing) / max(1, len(expected))) <= 1.0:
+            seconds *= max(part, LEAST_PART) / 2
         is_due = bool(joined) and search.seconds_due() >= seconds
         return self.assemble(search, joined) if is_due and self._are_enough(search, joined, LEADER_MARGIN) else None
 
