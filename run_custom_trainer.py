@@ -42,6 +42,7 @@ def train(args: TrainerOptions, stop: StopSignal) -> None:
         batch_size_per_step = args.training.batch_size_per_step(num_devices=1)
         optimizer = build_optimizer(model, peer, batch_size_per_step, args)
         stack.callback(optimizer.shutdown)
+        optimizer.tracker.schema += task.schema  # trainers with another tokenizer are ignored
 
         # Session: joining, metrics, rollback, checkpoints
         session = stack.enter_context(open_session(peer, optimizer, task, model, args, stop))

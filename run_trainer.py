@@ -45,6 +45,7 @@ def train(args: TrainerOptions, stop: StopSignal) -> None:
         # peers together have target_batch_size samples, it averages the gradients and takes the global step.
         optimizer = build_optimizer(model, peer, batch_size_per_step, args)
         stack.callback(optimizer.shutdown)
+        optimizer.tracker.schema += task.schema  # trainers with another tokenizer are ignored
 
         # Session: joining, metrics, rollback, checkpoints
         session = stack.enter_context(open_session(peer, optimizer, task, model, args, stop))

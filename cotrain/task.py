@@ -16,6 +16,8 @@ class Task:
     All peers of a run have the same file: trainers, monitor and evaluator build one from it, without arguments.
     """
 
+    schema = ""  # trainers whose tasks have another one do not average
+
     def build_model(self) -> torch.nn.Module:
         """Build the model with its initial weights, on the CPU.
 

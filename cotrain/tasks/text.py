@@ -20,7 +20,7 @@ from cotrain.data.shards import ShardedSamples
 from cotrain.data.tokenizers import load_tokenizer
 from cotrain.models.model import build_without_weights, get_objective, initialize_model, load_config, max_tokens
 from cotrain.models.objectives import OBJECTIVES
-from cotrain.models.pretrained import load_pretrained, set_generation
+from cotrain.models.pretrained import digest_weights, load_pretrained, set_generation
 from cotrain.options import Adopted, ModelOptions
 from cotrain.task import Metric, Task
 
@@ -83,6 +83,12 @@ class TextTask(Task):
                 f"or make other data with ./tokenize_wikitext103.py --max_seq_length {length}"
             )
         return manifest
+
+    @property
+    def schema(self) -> str:
+        """Digests of the tokenizer and, of adapters, of the frozen base."""
+        base = "" if self.args.lora_rank is None else digest_weights(self.args, self.adopted)
+        return self.load_manifest().tokenizer_sha256[:8] + base
 
     def load_samples(self, split: str) -> Any:
         """Load the run's samples, or this trainer's own ones: for training mixed with the run's, if it has some."""

@@ -18,8 +18,6 @@ from transformers import get_linear_schedule_with_warmup
 from transformers.pytorch_utils import Conv1D
 
 from cotrain.common.errors import UserError
-from cotrain.data.manifest import Manifest
-from cotrain.models.pretrained import digest_weights
 from cotrain.options import TrainerOptions
 from cotrain.settings import Hyperparameters, check_compression
 from cotrain.training.lamb import ForeachLamb
@@ -138,7 +136,7 @@ def build_optimizer(
     check_compression(run_args.gradient_compression, training_args.local_updates)
     names = {field.name for field in fields(Options)}
     flags = {**vars(run_args), **vars(training_args), **vars(args.tracker)}
-    optimizer = CollaborativeOptimizer(
+    return CollaborativeOptimizer(
         build_param_groups(model, training_args.weight_decay, training_args.optimizer),
         peer=peer,
         options=Options(
@@ -148,12 +146,6 @@ def build_optimizer(
         ),
         **_step_options(training_args),
     )
-    # Trainers with another tokenizer, or another base, are ignored.
-    if args.dataset.task is None:
-        optimizer.tracker.schema += Manifest.load(args.dataset.dataset_path).tokenizer_sha256[:8]
-    if hasattr(model, "peft_config") and args.dataset.lora_rank is not None and args.dataset.task is None:
-        optimizer.tracker.schema += digest_weights(args.dataset, args.adopted)
-    return optimizer
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,6 +133,16 @@ def test_monitor_of_a_large_base_needs_no_memory_for_it(prepared, monkeypatch):
         load_task(arguments(prepared, "smollm2-135m", lora_rank=None), NOTHING)
     task = load_task(arguments(prepared, "smollm2-135m"), NOTHING)
     assert sum(p.numel() for p in build_initial_model(task, "run").parameters() if p.requires_grad) < 1_500_000
+
+
+def test_trainers_with_another_tokenizer_or_base_do_not_average(prepared, base, tmp_path, monkeypatch):
+    """One whose tokenizer had as many tokens averaged with the others, and nobody noticed."""
+    bases = base, make_base(tmp_path / "other", seed=1)
+    tasks = [load_task(arguments(prepared, one), NOTHING) for one in bases]
+    schemas = {task.schema for task in tasks}
+    manifest = tasks[0].load_manifest()
+    monkeypatch.setattr(tasks[0], "load_manifest", lambda: replace(manifest, tokenizer_sha256="0" * 64))
+    assert len(schemas | {tasks[0].schema}) == 3
 
 
 def test_other_weights_have_another_digest(prepared, base, tmp_path):
