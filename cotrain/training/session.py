@@ -165,7 +165,7 @@ class TrainingSession:
         if not misfits or view.others:
             return False
         fault = (
-            f"the {len(misfits)} trainers of this run have another model, other initial weights, another "
+            f"the {len(misfits)} trainers of this run have another model or tokenizer, other initial weights, another "
             "base model, other flags or another version (see the warning above), and would not average with this "
             "one: take theirs, or pass another --run_id for a run of your own"
         )
