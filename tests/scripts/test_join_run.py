@@ -102,7 +102,7 @@ def test_peers_with_other_weights_or_settings_are_told_in_one_line(scripts):
     settings = scripts.start(path, address, log="settings")
     peer = scripts.start(write_script(folder / "peer.py"), address, log="peer")  # adopts the learning rate
     for script, message in (
-        (weights, r"weights.py: error: the \d trainers of this run have another model or tokenizer, other initial weights, "),
+        (weights, r"weights.py: error: the \d trainers of this run have another model or tokenizer, other initial "),
         (settings, r"settings.py: error: --learning_rate is 0\.02 here and 0\.01 in run own"),
     ):
         assert script.wait() == 1, script.output
