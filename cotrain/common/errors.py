@@ -99,8 +99,9 @@ def describe(error: BaseException) -> str:
         return line
     if isinstance(error, ImportError) and (others := compare_versions(read_requirements())):
         return f"{', '.join(others.values())}; {INSTALL_ALL} ({first_line(error)})"
-    for name, value in os.environ.items():  # as libraries read it, often when they are imported
-        if len(value) > 1 and f"'{value}'" in str(error):
+    for name, value in os.environ.items() if isinstance(error, ValueError) else ():
+        # What libraries read has an underscore, as HF_HOME, and what shells set has none, as USER
+        if "_" in name and len(value) > 1 and f"'{value}'" in str(error):
             return f"the environment has {name}={value} ({first_line(error)}); correct it, or unset {name}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
     where = f" in '{frames[-1].filename}', line {frames[-1].lineno}" if frames else ""
