@@ -2,6 +2,7 @@
 """What averages of adapters cost with local updates: held-out loss beside averages of gradients, the same samples.
 
 benchmarks/adapter_averages.py CONVERSATIONS.json     # rows of instruction, input, output; an hour of one core
+benchmarks/adapter_averages.py data/tokenized --base FOLDER --length 128 --samples 384   # prepared samples
 
 A base is trained on some of the conversations, and unlike peers tune adapters of it on the others, see
 local_updates_simulation.py. Averages of gradients are exact. `both` averages A and B, whose product is not the mean
@@ -16,9 +17,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from datasets import load_from_disk
 from peft import LoraConfig, get_peft_model
 from scipy import stats
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from benchmarks import token_weights
 from benchmarks.local_updates_simulation import Budget, LocalUpdatePeers, Simulation, Variant
@@ -48,6 +50,15 @@ class AdapterTask:
 
     def evaluate(self, model: torch.nn.Module) -> float:
         return token_weights.evaluate(model, self.held_out)
+
+
+def cut(samples: list[dict], length: int) -> list[dict]:
+    """Return parts of samples of at most `length` tokens, those with something to learn."""
+    pieces = []
+    for sample in samples:
+        for at in range(0, len(sample["input_ids"]), length):
+            pieces.append({name: values[at : at + length] for name, values in sample.items()})
+    return [piece for piece in pieces if piece["answer_mask"][1:].any()]
 
 
 def make_batch(rows: list[dict]) -> dict[str, torch.Tensor]:
@@ -109,7 +120,10 @@ def tune(task: AdapterTask, form: str, variant: Variant, rate: float, seed: int,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("conversations", type=Path)
+    parser.add_argument("conversations", type=Path, help="with --base: a prepared dataset")
+    parser.add_argument("--base", type=Path, help="folder of a pretrained model. Default: a small one, trained first")
+    parser.add_argument("--length", type=int, default=LENGTH, help="tokens of a sample")
+    parser.add_argument("--forms", choices=FORMS, nargs="+", default=FORMS)
     parser.add_argument("--peers", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--local_steps", type=int, nargs="+", default=[8, 50])
     parser.add_argument("--samples", type=int, default=3200)
@@ -117,20 +131,25 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3], help="the first seed chooses")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    packed, starts = token_weights.load(args.conversations), range(0, token_weights.LENGTH, LENGTH)
-    cut = [{name: values[at : at + LENGTH] for name, values in row.items()} for row in packed for at in starts]
-    rows = [row for row in cut if row["answer_mask"][1:].any()]
-    order = np.random.default_rng(0).permutation(len(rows))
-    parts = np.split(order, [HELD_OUT, HELD_OUT + len(rows) // 3])
-    held_out, for_base, for_peers = ([rows[n] for n in part] for part in parts)
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    base = LlamaForCausalLM(LlamaConfig(vocab_size=272, max_position_embeddings=LENGTH, **sizes))
-    loss = token_weights.train(base, for_base, held_out, 1000, 1000, 3e-3, True)
+    if args.base:
+        dataset = load_from_disk(str(args.conversations)).with_format("numpy", ["input_ids", "answer_mask"])
+        for_peers, held_out = (cut([*dataset[split]], args.length) for split in ("train", "validation"))
+        held_out = held_out[:HELD_OUT]
+        base = AutoModelForCausalLM.from_pretrained(args.base, dtype="auto").eval()
+        loss = token_weights.evaluate(base, held_out)
+    else:
+        rows = cut(token_weights.load(args.conversations), args.length)
+        order = np.random.default_rng(0).permutation(len(rows))
+        parts = np.split(order, [HELD_OUT, HELD_OUT + len(rows) // 3])
+        held_out, for_base, for_peers = ([rows[n] for n in part] for part in parts)
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+        base = LlamaForCausalLM(LlamaConfig(vocab_size=272, max_position_embeddings=args.length, **sizes))
+        loss = token_weights.train(base, for_base, held_out, 1000, 1000, 3e-3, True)
     print(f"{len(for_peers)} rows; base {loss:.4f}", flush=True)
     for peers, local_steps in product(args.peers, args.local_steps):
         losses = {}
-        for form in FORMS:
+        for form in args.forms:
             task = AdapterTask(base, for_peers, held_out, form == "only B")
             variant = Variant(peers, local_steps, local_updates=form != "gradients")
             first = {rate: tune(task, form, variant, rate, 0, args.samples) for rate in args.rates}
@@ -138,7 +157,7 @@ def main() -> None:
             later = [tune(task, form, variant, rate, seed, args.samples) for seed in range(1, args.seeds)]
             losses[form], residuals = np.array([first[rate], *later]).T
             change = 100 * (losses[form] / losses["gradients"] - 1)
-            error = stats.t.ppf(0.975, args.seeds - 1) * change.std(ddof=1) / np.sqrt(args.seeds)
+            error = stats.t.ppf(0.975, args.seeds - 1) * change.std(ddof=min(1, args.seeds - 1)) / np.sqrt(args.seeds)
             print(
                 f"{peers} peers, {local_steps} local steps, {form}: {losses[form].mean():.4f} at {rate:g}, "
                 f"{change.mean():+.2f} ± {error:.2f} %, residual {residuals.mean():.1%}",
