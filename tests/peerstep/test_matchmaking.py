@@ -934,6 +934,16 @@ async def test_group_in_which_nobody_reduces_is_false():
         peer.known.check_list(entries, 1, ids[0], entries[ids[2]], peer.known.all_keys)
 
 
+async def test_leader_of_hundreds_hardly_waits_for_the_last_one(monkeypatch, clock):
+    """One of 512 has always just left: all others waited for 2.5 s in each step."""
+    monkeypatch.setattr(matchmaking, "MISSING_PART", 1)
+    network, ids = make_network(5, patience=3.0)
+    assert_one_group(
+        await asyncio.wait_for(asyncio.gather(*(network.search(one)[1] for one in ids[:4])), 10.0), ids[:4]
+    )
+    assert 0.3 < clock.now < 1.0
+
+
 @pytest.mark.parametrize("delay", [0.5, math.inf])
 async def test_leader_of_a_large_group_waits_half_as_long_for_the_last_one(monkeypatch, clock, delay):
     """One of 33 trainers that asked half a second after the others was in no round."""
