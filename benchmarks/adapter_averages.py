@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("conversations", type=Path, help="with --base: a prepared dataset")
     parser.add_argument("--base", type=Path, help="folder of a pretrained model. Default: a small one, trained first")
     parser.add_argument("--length", type=int, default=LENGTH, help="tokens of a sample")
-    parser.add_argument("--forms", choices=FORMS, nargs="+", default=FORMS)
+    parser.add_argument("--forms", choices=FORMS, nargs="+", default=FORMS, help="the first is what others are beside")
     parser.add_argument("--peers", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--local_steps", type=int, nargs="+", default=[8, 50])
     parser.add_argument("--samples", type=int, default=3200)
@@ -156,7 +156,7 @@ def main() -> None:
             rate = min(first, key=lambda one: first[one][0])
             later = [tune(task, form, variant, rate, seed, args.samples) for seed in range(1, args.seeds)]
             losses[form], residuals = np.array([first[rate], *later]).T
-            change = 100 * (losses[form] / losses["gradients"] - 1)
+            change = 100 * (losses[form] / losses[args.forms[0]] - 1)
             error = stats.t.ppf(0.975, args.seeds - 1) * change.std(ddof=min(1, args.seeds - 1)) / np.sqrt(args.seeds)
             print(
                 f"{peers} peers, {local_steps} local steps, {form}: {losses[form].mean():.4f} at {rate:g}, "

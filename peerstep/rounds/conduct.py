@@ -13,8 +13,8 @@ logger = get_logger(__name__)
 
 MAX_SILENCES, SPARE_SECONDS = 2, 600.0  # rounds after which a silent reducer gets no share, and for how long
 LEAVE_OUT_SECONDS = 600.0  # for which a leader of a false group leads this peer no more
-# Consecutive groups without most peers, or with many strangers, after which their leader does not, and seconds for
-# which it does not, doubled by each further one. It may have reached no others.
+# Consecutive groups without most peers, or without keys of strangers, after which their leader does not, and seconds
+# for which it does not, doubled by each further one. It may have reached no others.
 MAX_SMALL, SMALL_GROUP_SECONDS = 2, 60.0
 
 
@@ -54,11 +54,11 @@ class Conduct:
         logger.warning(f"{self.describe(leader)} {fault}: it leads no round of this peer for {minutes:.0f} minutes")
 
     def record_group(self, leader: PeerID, size: int, is_odd: bool) -> None:
-        """Record a group that a leader has formed, which may lack most peers, or have many that nobody knows."""
+        """Record a group that a leader has formed, which may lack most peers, or keys of strangers."""
         self._small[leader] = self._small[leader] + 1 if is_odd else 0
         if (number := self._small[leader]) >= MAX_SMALL:
             seconds = min(LEAVE_OUT_SECONDS, math.ldexp(SMALL_GROUP_SECONDS, number - MAX_SMALL))
-            fault = f"formed a group of {size} without most others or with many strangers, {number} times"
+            fault = f"formed a group of {size} without most others or without keys, {number} times"
             self.leave_out(leader, fault, seconds)
         self._small += Counter()  # drops those of 0
 

@@ -87,9 +87,8 @@ class KnownPeers:
         return {*peer_ids} - {self.peer_id, *self.public_keys}
 
     def are_mostly_known(self, peer_ids: Collection[PeerID]) -> bool:
-        """Whether a third at most are strangers, and not more than MAX_STRANGERS."""
-        number = len(self.strangers_in(peer_ids))
-        return 3 * number <= len(peer_ids) and number <= MAX_STRANGERS
+        """Whether a third at most are strangers."""
+        return 3 * len(self.strangers_in(peer_ids)) <= len(peer_ids)
 
     def scope_of(self, peer_id: PeerID, step: int, leader: PeerID) -> bytes:
         return MSGPackSerializer.dumps([self.run, step, leader.to_bytes(), peer_id.to_bytes()])

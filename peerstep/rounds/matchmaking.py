@@ -30,7 +30,7 @@ from hivemind.utils.crypto import RSAPrivateKey
 
 from peerstep.rounds.claims import SIGNATURE_BYTES, called_silent, deal, parse_claims, rank
 from peerstep.rounds.conduct import Conduct
-from peerstep.rounds.known_peers import KnownPeers, parse_list, read_peer_id
+from peerstep.rounds.known_peers import MAX_STRANGERS, KnownPeers, parse_list, read_peer_id
 from peerstep.rounds.relay import ListReader, build_list
 from peerstep.rounds.requests import JoinRequests, Request
 
@@ -343,10 +343,9 @@ class StepMatchmaking(Matchmaking):
         try:
             entries = parse_list(message)
             strangers, keys = self.known.strangers_in(entries), self.known.all_keys
-            are_known = self.known.are_mostly_known(entries)
-            if strangers and are_known:
+            if has_keys := len(strangers) <= MAX_STRANGERS:
                 found = await self.lists.ask_for_keys(search.control.step, leader, sender, message, strangers)
-                keys, are_known = keys | (found or {}), found is not None
+                keys, has_keys = keys | (found or {}), found is not None
             self.known.check_list(entries, search.control.step, leader, own, keys)
             self.requests.relay.keep(message, keys)
         except ValueError as error:
@@ -354,8 +353,8 @@ class StepMatchmaking(Matchmaking):
             self.conduct.leave_out(leader, f"formed a false group for step #{search.control.step} ({error})")
             return None
         is_small = not self._are_enough(search, entries)
-        self.conduct.record_group(leader, len(entries), is_small or not are_known)
-        if not is_small and are_known:
+        self.conduct.record_group(leader, len(entries), is_small or not has_keys)
+        if not is_small and has_keys and self.known.are_mostly_known(entries):
             return self._deal(search, entries, leader)
         fault = "without most others" if is_small else "with many strangers"
         logger.info(f"{leader} formed a group of {len(entries)} {fault}: asking another peer to lead")

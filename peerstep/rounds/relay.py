@@ -180,8 +180,11 @@ class ListReader:
     ) -> dict[PeerID, bytes] | None:
         """Return the keys of strangers in a list, from its sender or its leader; None if neither can be reached.
 
+        :param strangers: at most MAX_STRANGERS
         :raises ValueError: if the leader does not know all of them
         """
+        if not strangers:
+            return {}
         wanted = digest_of(listed) + b"".join(map(tag_of, strangers))
         for peer_id in dict.fromkeys((sender, leader)):
             if (answer := await self._ask(step, peer_id, wanted, RELAY_SECONDS)) is not None:

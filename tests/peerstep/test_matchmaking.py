@@ -701,11 +701,15 @@ class FalseLeader:
     def __init__(self, network: Network, peer_id: PeerID, change: Callable[[dict[PeerID, bytes]], dict]):
         self.network, self.peer_id, self.change = network, peer_id, change
         self.asked: dict[PeerID, bytes] = {}
+        self.keys: list[bytes] = []  # what it tells those that ask for keys
         network.peers[peer_id].rpc_join_group = self.lead
 
     async def lead(self, request, context):
-        self.asked[context.remote_id] = request.gather[:-KEY_BYTES]
         yield averaging_pb2.MessageFromLeader(code=averaging_pb2.ACCEPTED)
+        if len(request.gather) < KEY_BYTES:
+            yield averaging_pb2.MessageFromLeader(gathered=self.keys)
+            return
+        self.asked[context.remote_id] = request.gather[:-KEY_BYTES]
         await asyncio.sleep(0.1)  # until all have asked
         entries = self.change({**self.asked, self.peer_id: entry_of(self.peer_id, self.peer_id)})
         yield averaging_pb2.MessageFromLeader(
@@ -907,6 +911,7 @@ async def test_list_with_many_strangers_is_left_and_frames_nobody():
     network, ids = make_network(4)
     strangers = set(make_ids(7)) - {*ids}
     leader = FalseLeader(network, ids[0], lambda entries: entries | {p: entry_of(p, ids[0]) for p in strangers})
+    leader.keys = [subkey_of(peer_id) for peer_id in strangers]
     assert_one_group(await network.find(ids[1:]), ids[1:])
     assert all(network.peers[peer_id].conduct.may_lead(ids[0]) for peer_id in ids)
     assert leader.asked
