@@ -44,10 +44,9 @@ def _rows_of(value: Any) -> list:
     if isinstance(value, dict) and value and all(isinstance(x, dict) and "0" in x for x in value.values()):
         return [{name: x.get(row) for name, x in value.items()} for row in next(iter(value.values()))]
     rows = value.get("data") if isinstance(value, dict) else value
-    if (
-        isinstance(value, dict) and isinstance(value.get("columns"), list) and isinstance(rows, list)
-    ):  # pandas' "split"
-        return [dict(zip(value["columns"], row, strict=True)) for row in rows]
+    columns = value.get("columns") if isinstance(value, dict) else None
+    if isinstance(columns, list) and isinstance(rows, list):  # orient="split"
+        return [dict(zip(columns, row, strict=True)) for row in rows]
     return rows if isinstance(rows, list) and not any(isinstance(row, str) for row in rows) else [value]
 
 
