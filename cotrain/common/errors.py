@@ -99,13 +99,20 @@ def describe(error: BaseException) -> str:
         return line
     if isinstance(error, ImportError) and (others := compare_versions(read_requirements())):
         return f"{', '.join(others.values())}; {INSTALL_ALL} ({first_line(error)})"
-    for name, value in os.environ.items() if isinstance(error, ValueError) else ():
-        # What libraries read has an underscore, as HF_HOME, and what shells set has none, as USER
-        if "_" in name and len(value) > 1 and f"'{value}'" in str(error):
-            return f"the environment has {name}={value} ({first_line(error)}); correct it, or unset {name}"
+    if isinstance(error, ValueError) and (line := _explain_variable(error)) is not None:
+        return line
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
     where = f" in '{frames[-1].filename}', line {frames[-1].lineno}" if frames else ""
     return f"{type(error).__name__}{where}: {first_line(error, limit=None)} (--debug shows where)"
+
+
+def _explain_variable(error: ValueError) -> str | None:
+    """Return one line that names the variable of the environment whose value a library refuses."""
+    for name, value in os.environ.items():
+        # What libraries read has an underscore, as HF_HOME, and what shells set has none, as USER
+        if "_" in name and len(value) > 1 and f"'{value}'" in str(error):
+            return f"the environment has {name}={value} ({first_line(error)}); correct it, or unset {name}"
+    return None
 
 
 def report(error: Exception) -> int:

@@ -20,7 +20,7 @@ from cotrain.models.model import get_objective, max_tokens
 from cotrain.models.objectives import OBJECTIVES
 from cotrain.monitoring.contributors import one_line
 from cotrain.monitoring.reporters import Reporters
-from cotrain.preparation.conversations import encode_question
+from cotrain.preparation.conversations import SURROGATE, encode_question
 from cotrain.preparation.encoding import TextEncoder, leading_ids
 from cotrain.task import Task
 from cotrain.tasks.text import TextTask
@@ -54,7 +54,7 @@ def check_text(text: str, tokenizer: PreTrainedTokenizerBase, config: Pretrained
     """
     if not text.strip():
         raise UserError(f"{flag}: the sentence is empty; pass some words")
-    if not text.isprintable() and text.encode("utf-8", "replace").decode() != text:  # half of a character
+    if SURROGATE.search(text):  # as Python has a byte that is not UTF-8
         raise UserError(f"{flag}: the sentence is not in UTF-8; set the terminal to UTF-8, or write it there")
     limit = positions = max_tokens(config)
     if is_causal(config):

@@ -83,7 +83,7 @@ class KnownPeers:
         return {**self.public_keys, self.peer_id: self.own_key}
 
     def strangers_in(self, peer_ids: Collection[PeerID]) -> set[PeerID]:
-        """Return those of whom this peer has read no report. It may be late, or be shown to one reader only."""
+        """Return the peers whose report this one has not read: it may be late, or be shown to one reader only."""
         return {*peer_ids} - {self.peer_id, *self.public_keys}
 
     def are_mostly_known(self, peer_ids: Collection[PeerID]) -> bool:

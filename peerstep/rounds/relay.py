@@ -65,13 +65,13 @@ class KeptList:
     """A list that this peer passes on, once to each member: 44 KB for a request of 100 bytes."""
 
     message: averaging_pb2.MessageFromLeader
-    keys: dict[bytes, bytes | None]  # tag of a member -> its key, if this peer has it
+    keys: dict[bytes, bytes]  # tag of a member -> its key; of those whose key this peer has
     without_list: set[bytes]  # members that this peer has not sent it to
     without_keys: set[bytes]  # members that it has sent no keys
 
     def keys_of(self, tags: bytes) -> averaging_pb2.MessageFromLeader:
         wanted = {tags[begin : begin + TAG_BYTES] for begin in range(0, len(tags), TAG_BYTES)}
-        found = [key for tag in wanted if (key := self.keys.get(tag))]
+        found = [self.keys[tag] for tag in wanted & self.keys.keys()]
         return averaging_pb2.MessageFromLeader(code=averaging_pb2.BEGIN_ALLREDUCE, gathered=found)
 
 
@@ -85,8 +85,9 @@ class Relay:
     def keep(self, message: averaging_pb2.MessageFromLeader, keys: Mapping[PeerID, bytes]) -> bytes:
         """Pass a list and its members' keys on from now on, once to each of them; return its digest."""
         digest = digest_of(message)
-        by_tag = {tag_of(PeerID(member)): keys.get(PeerID(member)) for member in message.ordered_peer_ids}
-        self._lists[digest] = KeptList(message, by_tag, *(set(message.ordered_peer_ids) for _ in range(2)))
+        by_tag = {tag_of(member): keys[member] for member in map(PeerID, message.ordered_peer_ids) if member in keys}
+        members = set(message.ordered_peer_ids)
+        self._lists[digest] = KeptList(message, by_tag, without_list=members, without_keys=members.copy())
         if len(self._lists) > MAX_LISTS:
             self._lists.popitem(last=False)
         return digest
